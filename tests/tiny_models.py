@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from conftest import relative_error
+from conftest import load_package, relative_error
 
 # Largest difference of logits, which are of the order of one, between a model and its kernelized
 # self in fp32: the same sums in another order, through two layers. On a GPU the products of
@@ -156,3 +156,9 @@ def pair(kernel, name: str, device: str):
 def tokens(*shape, seed=0, device="cpu"):
     random = torch.Generator().manual_seed(seed)
     return torch.randint(2, BASE["vocab_size"], shape, generator=random).to(device)
+
+
+def serve_blocks(model):
+    """Replaces routers and blocks with a shared expert; their rows of the report."""
+    rows = load_package().kernelize(model, only=["experts"]).rows
+    return [row for row in rows if row.layer in ("fused_topk", "add_shared")]

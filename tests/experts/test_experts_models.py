@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import submodule
-from tiny_models import BASE, CONFIGS, check_the_same, random_model, tokens
+from tiny_models import BASE, CONFIGS, check_the_same, random_model, serve_blocks, tokens
 
 transformers = pytest.importorskip("transformers")
 moe = pytest.importorskip("transformers.integrations.moe")
@@ -505,7 +505,7 @@ def test_gpt_oss(everywhere, monkeypatch):
         if "bias" in name or "sinks" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     served = copy.deepcopy(model)
-    rows = [*experts.serve_experts(served), *blocks.serve_blocks(served)]
+    rows = [*experts.serve_experts(served), *serve_blocks(served)]
     kinds = {row.kind for row in rows if row.reason is None}
     assert kinds == {"GptOssExperts", "GptOssTopKRouter"} and len(rows) == 4
     check_the_same(served, model)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from conftest import assert_close, prepared, relative_error, submodule
 from interpreter import INTERPRETING, compiled, interpreted, rerun
-from tiny_models import check_the_same, random_model, tokens
+from tiny_models import check_the_same, random_model, serve_blocks, tokens
 
 reference, ops_shared = submodule("experts.reference"), submodule("experts.ops_shared")
 calls = submodule("experts.call")
@@ -273,7 +273,7 @@ def test_models_give_the_same(everywhere):
     ):
         model = random_model(name)
         served = copy.deepcopy(model)
-        assert served_names(blocks.serve_blocks(served)) == kinds
+        assert served_names(serve_blocks(served)) == kinds
         check_the_same(served, model)
         assert list(served.state_dict()) == list(model.state_dict())
 
@@ -282,7 +282,7 @@ def test_models_give_the_same(everywhere):
 def test_router_logits_are_still_recorded(everywhere):
     model = random_model("qwen3_next")
     served = copy.deepcopy(model)
-    blocks.serve_blocks(served)
+    serve_blocks(served)
     found, expected = (
         m(tokens(1, 5), output_router_logits=True).router_logits for m in (served, model)
     )
@@ -295,7 +295,7 @@ def test_router_logits_are_still_recorded(everywhere):
 def test_restored(kernel, everywhere):
     model = random_model("qwen3_next")
     kinds = [type(m) for m in model.modules()]
-    blocks.serve_blocks(model)
+    serve_blocks(model)
     assert [type(m) for m in model.modules()] != kinds
     kernel.restore(model)
     assert [type(m) for m in model.modules()] == kinds
@@ -303,7 +303,7 @@ def test_restored(kernel, everywhere):
 
 @compiled
 def test_left_alone_without_kernels():
-    rows = blocks.serve_blocks(random_model("qwen3_next"))
+    rows = serve_blocks(random_model("qwen3_next"))
     assert {row.reason for row in rows} == {"there are no kernels for cpu"}
 
 
@@ -332,7 +332,7 @@ def test_sigmoid_router(everywhere, groups, renormalize):
     assert (choice.top_k, choice.renormalize) == (3, renormalize)
     x = torch.randn(5, 8)
     _, weights, ids = router(x)
-    assert served_names(blocks.serve_blocks(router)) == ["Glm4MoeTopkRouter"]
+    assert served_names(serve_blocks(router)) == ["Glm4MoeTopkRouter"]
     logits, mine, my_ids = router(x)
     dense, theirs = (torch.zeros(5, 12).scatter(1, *p) for p in ((my_ids, mine), (ids, weights)))
     assert torch.allclose(dense, theirs, atol=1e-6)
@@ -340,7 +340,7 @@ def test_sigmoid_router(everywhere, groups, renormalize):
 
 @compiled
 def test_experts_chosen_by_groups(everywhere):
-    (row,) = blocks.serve_blocks(sigmoid_router(3, 1))
+    (row,) = serve_blocks(sigmoid_router(3, 1))
     assert row.reason == "its weights or experts are not those of fused_topk"
 
 
@@ -352,7 +352,7 @@ def test_experts_chosen_by_groups(everywhere):
 def test_a_router_is_changed_afterwards(everywhere, name, value):
     router = sigmoid_router(3, 3)
     plain = copy.deepcopy(router)
-    assert served_names(blocks.serve_blocks(router)) == ["Glm4MoeTopkRouter"]
+    assert served_names(serve_blocks(router)) == ["Glm4MoeTopkRouter"]
     x = torch.randn(50, 8)
     before = plain(x)
     for module in (router, plain):
@@ -388,7 +388,7 @@ def test_what_is_done_to_a_block_is_seen(everywhere):
     model = random_model("qwen3_next")
     block = model.model.layers[0].mlp
     block.shared_expert_gate.register_forward_hook(lambda module, args, out: out + 1)
-    rows = {row.module: row.reason for row in blocks.serve_blocks(model)}
+    rows = {row.module: row.reason for row in serve_blocks(model)}
     assert rows["model.layers.0.mlp"] == "shared_expert_gate is no plain product"
     assert rows["model.layers.0.mlp.gate"] is None and rows["model.layers.1.mlp"] is None
     with torch.no_grad():
@@ -419,7 +419,7 @@ def test_patches_of_torch_count(everywhere, monkeypatch, where, name, patch):
     alone, as long as it is."""
     model = random_model("qwen3_next")
     served = copy.deepcopy(model)
-    first = blocks.serve_blocks(served)
+    first = serve_blocks(served)
     assert not any(row.reason for row in first)
 
     def outputs():
@@ -431,11 +431,11 @@ def test_patches_of_torch_count(everywhere, monkeypatch, where, name, patch):
         patched.setattr(where, name, patch)
         found, expected = outputs()
         assert torch.allclose(found, expected, atol=1e-5) and not torch.allclose(found, plain, 1e-3)
-        rows = blocks.serve_blocks(copy.deepcopy(model))
+        rows = serve_blocks(copy.deepcopy(model))
         (reason,) = {row.reason for row in rows if row.reason}
         assert reason.startswith("its forward calls torch.") and reason.endswith("which is patched")
         patched.setattr(where, name, UNPATCHED[name])
-        assert not any(row.reason for row in blocks.serve_blocks(copy.deepcopy(model)))
+        assert not any(row.reason for row in serve_blocks(copy.deepcopy(model)))
     assert all(torch.allclose(out, plain, atol=1e-5) for out in outputs())
 
 
@@ -489,14 +489,14 @@ def test_further_arguments(kernel, everywhere):
     """A call has those of the class's own forward, and no others."""
     router, x = KeywordRouter(), torch.randn(2, 3, 8)
     expected = router(x)
-    (row,) = blocks.serve_blocks(router)
+    (row,) = serve_blocks(router)
     assert row.reason is None
     for options in ({}, {"scale": 2}, {"position_ids": None}):
         for found in (router(x, **options), router(hidden_states=x, **options)):
             assert all(torch.allclose(*pair) for pair in zip(found, expected))
     plain = random_model("qwen3_next")
     served = copy.deepcopy(plain)
-    blocks.serve_blocks(served)
+    serve_blocks(served)
     for m in (plain, served):
         mlp = m.model.layers[0].mlp
         for module in (router, mlp, mlp.gate):
@@ -519,7 +519,7 @@ def test_blocks_on_a_gpu(kernel, training):
     exact = random_model("qwen3_5_moe_text").cuda()
     plain = copy.deepcopy(exact).bfloat16()
     served = copy.deepcopy(plain)
-    rows = blocks.serve_blocks(served)
+    rows = serve_blocks(served)
     assert len(rows) == 4 and not any(row.reason for row in rows)
     ids = tokens(2, 50, device="cuda")
     if training:

@@ -125,7 +125,7 @@ def test_shards_that_begin_inside_a_block(kernel, tmp_path):
         model["a"]._hf_quantized_needs_local_tp = True
         parallel.apply_tensor_parallelism(model, mesh, {"a": "colwise"})
         (row,) = kernel.kernelize(model).left
-        assert "192 rows" in row.reason and "parallel" in submodule("models.advice").advice_for(
+        assert "192 rows" in row.reason and "parallel" in submodule("models.report").advice_for(
             row.reason
         )
     finally:

@@ -24,8 +24,8 @@ def module(kernel):
     config = transformers.LlamaConfig(attn_implementation="sdpa")
     module = torch.nn.Module()
     module.config = config
-    word = submodule("layers.words").Word("", "attribute", "config._attn_implementation")
-    interface = submodule("layers.interface").Interface(word, eager)
+    word = submodule("layers.forward").Word("", "attribute", "config._attn_implementation")
+    interface = submodule("layers.forward").Interface(word, eager)
     assert interface.of(module) is interface.of(module) is SDPA
     return module, interface
 

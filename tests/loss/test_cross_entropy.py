@@ -149,7 +149,7 @@ def test_gradient_of_the_operation(device, mean):
 # --- models
 
 transformers = pytest.importorskip("transformers")
-models = submodule("models.cross_entropy")
+models = submodule("models.loss")
 LLAMA = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
     "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import PACKAGE, submodule
 
-advice, device, tuning = map(submodule, ("models.advice", "runtime.device", "runtime.tuning"))
+advice, device, tuning = map(submodule, ("models.report", "runtime.device", "runtime.tuning"))
 report = submodule("models.report")
 
 REASONS = {  # as rows have them, and a word of what to do

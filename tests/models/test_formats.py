@@ -78,7 +78,7 @@ def test_transformers_has_these_classes(name):
 
 def test_what_to_do_is_said(kernel):
     """Of each format: which checkpoint to load."""
-    said, formats = submodule("models.advice").advice_for, submodule("models.formats").FORMATS
+    said, formats = submodule("models.report").advice_for, submodule("models.formats").FORMATS
     for known in formats:
         assert "dequantize=True" in said(known.reason) or "bfloat16" in said(known.reason)
     assert "bfloat16" in said("gate_proj has a weight that is a Float8Tensor")

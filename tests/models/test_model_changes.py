@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from conftest import submodule
 from test_model_layers import assert_same, logits, pair, serving
-from tiny_models import random_model, tokens
+from tiny_models import random_model, serve_blocks, tokens
 from torch import nn
 
 transformers = pytest.importorskip("transformers")
@@ -225,7 +225,7 @@ def test_a_patched_router(kernel, monkeypatch):
     kind = modeling_qwen3_moe.Qwen3MoeTopKRouter
     router = kind(config).bfloat16()
     nn.init.normal_(router.weight)
-    (row,) = blocks.serve_blocks(router)
+    (row,) = serve_blocks(router)
     assert row.reason is None
     monkeypatch.setattr(kind, "forward", lambda self, hidden_states: "patched")
     assert router(torch.randn(3, 16).bfloat16()) == "patched"

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import relative_error, submodule
 from router_forms import BLOCKS, ROUTERS, Block, E, H, Once, Plain, Scaled
+from tiny_models import serve_blocks
 
 blocks, reader = submodule("models.moe_blocks"), submodule("models.reader")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -52,7 +53,7 @@ def test_routers(kernel, everywhere, kind):
     for dtype in DTYPES:
         served = made(kind, dtype)
         plain, x = copy.deepcopy(served), apart(40, dtype)
-        blocks._serve("", served)
+        serve_blocks(served)
         assert submodule("models.serving").is_served(served)
         with submodule("runtime.dispatch").served() as record:
             mine, theirs = ([m(x)[i] for i in form.found.order] for m in (served, plain))
@@ -72,7 +73,7 @@ def test_blocks(kernel, everywhere, kind):
         return
     served = made(kind)
     plain, x = copy.deepcopy(served), apart(6, torch.float32).view(2, 3, H)
-    blocks._serve("", served)
+    serve_blocks(served)
     with submodule("runtime.dispatch").served() as record:
         assert torch.allclose(served(x), plain(x), atol=1e-6)
     assert record["shared_fwd"]
@@ -87,7 +88,7 @@ def test_what_changes_afterwards(kernel, everywhere):
     ):  # fmt: skip
         served = made(kind)
         plain = copy.deepcopy(served)
-        blocks._serve("", served)
+        serve_blocks(served)
         x = x.view(2, 3, H) if kind is Once else x
         setattr(served, name, value)
         setattr(plain, name, value)
@@ -103,7 +104,7 @@ def test_what_changes_afterwards(kernel, everywhere):
 def test_inputs_that_no_trial_had(kernel, everywhere):
     router = made(Plain)
     plain = copy.deepcopy(router)
-    blocks._serve("", router)
+    serve_blocks(router)
     for x in (torch.randn(H), torch.randn(2, 3, 2, H), torch.randn(0, H)):
         assert all(map(torch.equal, router(x), plain(x)))
     for x in (torch.randn(3, H).double(), torch.randn(3, H + 1)):
@@ -124,7 +125,7 @@ def test_a_form_is_tried_once(kernel, monkeypatch):
     monkeypatch.setattr(blocks, "_found", {})
     model = torch.nn.ModuleList(made(kind) for kind in (Block, Block, Scaled, Scaled))
     for _ in range(2):
-        blocks.serve_blocks(model)
+        serve_blocks(model)
         assert sorted(kind.__name__ for kind in tried) == ["Block", "Plain", "Scaled"]
 
 
@@ -147,12 +148,12 @@ class ChoosingHead(Head):
 def test_a_head_of_a_vocabulary_is_not_tried(kernel, monkeypatch, head):
     monkeypatch.setattr(submodule("models.router_trial"), "random", None)
     assert refusal(head) == "it does not choose among at most 4096 experts"
-    assert blocks.serve_blocks(head) == []
+    assert serve_blocks(head) == []
 
 
 def test_compiles_in_one_graph(kernel, everywhere):
     module = made(Block)
-    blocks.serve_blocks(module)
+    serve_blocks(module)
     x = apart(6, torch.float32).view(2, 3, H)
     for part, given in ((module, x), (module.gate, x)):
         torch._dynamo.reset()

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .plain import HOOKS
-from .untouched import is_torchs_own
+from .plain import HOOKS, is_torchs_own
 
 # NewGELUActivation spells out the formula that the other two ask torch for
 _OF_TRANSFORMERS = {

@@ -15,13 +15,11 @@ from torch import nn
 from ..attention import ops
 from ..attention.api import attention_with_kvcache, fused_qk_norm_rope, sigmoid_gate
 from ..runtime import device, dispatch
-from .forward import Arguments, forward_by
-from .interface import Interface
+from .forward import Arguments, Interface, Value, Word, Words, forward_by
 from .norm import does_nothing, parameters_of_norm
-from .pinned import Pinned
+from .own_code import Pinned
 from .plain import PLAIN_TENSORS
 from .projections import projections
-from .words import Value, Word, Words
 
 GATES, NORMS = (False, True), ("none", "head", "all")
 # which channels turn together: those half a table apart; neighbours, by the first half of the

@@ -13,10 +13,9 @@ from torch import nn
 from ..fp8.call import Quantised
 from ..fp8.product import norm_quantise
 from . import fp8
-from .forward import Arguments, forward_by
+from .forward import Arguments, Word, Words, forward_by
 from .norm import does_nothing, parameters_of_norm, rms_norm
-from .pinned import Pinned
-from .words import Word, Words
+from .own_code import Pinned
 
 
 class Call(NamedTuple):

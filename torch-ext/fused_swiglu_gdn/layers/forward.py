@@ -1,6 +1,11 @@
-"""The forward of replaced modules that take hidden states among other arguments."""
+"""The forward of replaced modules that take hidden states among other arguments; the arguments of
+the calls that it makes, with the source of each; the attention function that a config names."""
 
-from typing import Callable, FrozenSet, NamedTuple, Optional, Tuple
+import operator
+import sys
+from typing import Callable, FrozenSet, Iterable, NamedTuple, Optional, Tuple
+
+from torch import nn
 
 from .norm import serves
 
@@ -67,3 +72,115 @@ def is_same(value: object, default: object) -> bool:
     if value is default:
         return True
     return type(value) is type(default) and type(value) in PLAIN_VALUES and value == default
+
+
+# -- calls of parts
+
+
+class Word(NamedTuple):
+    """An argument of a call, and the source of its value."""
+
+    name: str  # "" of one by position
+    # "argument": one of the module's own call, or its default; "attribute", "parameter": the
+    # module's, read in each call; "table": the n-th of the rotary tables; "rest": the keywords that
+    # the module's forward has no name for; "dict": of such words; "constant"
+    how: str
+    what: object = None
+    default: object = None  # of an argument; the type of a constant
+
+
+class Value:
+    """The value of a word that is an attribute or a constant."""
+
+    def __init__(self, word: Optional[Word]):
+        self.constant = None if word is None or word.how != "constant" else word.what
+        fixed = word is None or word.how == "constant"
+        self.of = self._constant if fixed else operator.attrgetter(word.what)
+
+    def _constant(self, module: nn.Module) -> object:
+        return self.constant
+
+
+class Words:
+    """The arguments that a table describes."""
+
+    def __init__(self, table: Iterable[Word]):
+        self.constants, self.arguments, self.attributes = {}, [], []
+        self.parameters, self.tables, self.rest, self.dicts = [], [], [], []
+        self.empty = True
+        for name, how, what, default in table:
+            self.empty = False
+            if how == "constant":
+                self.constants[name] = what
+            elif how == "argument":
+                self.arguments.append((name, what, default))
+            elif how == "attribute":
+                self.attributes.append((name, operator.attrgetter(what)))
+            elif how == "parameter":
+                self.parameters.append((name, what))
+            elif how == "table":
+                self.tables.append((name, what))
+            elif how == "rest":
+                self.rest.append(name)
+            else:
+                self.dicts.append((name, Words(what)))
+
+    def made(self, module: nn.Module, given: dict, rest: dict, tables: Optional[Tuple]) -> dict:
+        """The arguments by their names, for a call of the module with `given`."""
+        made = dict(self.constants)
+        for name, get in self.attributes:
+            made[name] = get(module)
+        for name, argument, default in self.arguments:
+            made[name] = given.get(argument, default)
+        for name, parameter in self.parameters:
+            made[name] = module.__dict__["_parameters"][parameter]
+        for name, n in self.tables:
+            made[name] = tables[n]
+        for name in self.rest:
+            made[name] = rest
+        for name, words in self.dicts:
+            made[name] = words.made(module, given, rest, tables)
+        return made
+
+
+NAME = "config._attn_implementation"
+# a PreTrainedConfig finds its attributes by Python code, seven calls for this one; here they lie
+OWN, LAYERS = "_attn_implementation_internal", "_heterogeneity_spec"
+_attributes = object.__getattribute__
+
+
+class Interface:
+    """Looks a function up in transformers' registry, as a module of one class does.
+
+    The answer is remembered with all that it follows from: the config's class, its way to an
+    attribute and its property, the name, and the registry's class and entry.
+    """
+
+    def __init__(self, name: Word, eager: Callable):
+        self.name, self.eager = Value(name), eager
+        self.plain = (name.how, name.what) == ("attribute", NAME)
+        self.known: Optional[tuple] = None
+        self.function: Optional[Callable] = None
+
+    def of(self, module: nn.Module) -> Callable:
+        """The function that the module calls; an error as from transformers if there is none."""
+        registry = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
+        facts = None
+        if self.plain:
+            try:
+                config, kind = module.__dict__["config"], type(registry)
+                own, at = type(config), _attributes(config, "__dict__")
+                name = at[OWN]
+                entry = registry._local_mapping.get(name) or registry._global_mapping.get(name)
+                if at.get(LAYERS) is None and "get_interface" not in registry.__dict__:
+                    facts = (
+                        own, own.__getattribute__, own._attn_implementation, name,
+                        kind, kind.get_interface, kind.__getitem__, entry,
+                    )  # fmt: skip
+            except (AttributeError, KeyError, TypeError):
+                pass  # of a release that keeps them elsewhere
+            if facts is not None and facts == self.known:
+                return self.function
+        function = registry.get_interface(self.name.of(module), self.eager)
+        self.known, self.function = facts, function
+        return function

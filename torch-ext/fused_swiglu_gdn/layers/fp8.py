@@ -19,9 +19,8 @@ from ..fp8.ops import MULTIPLY
 from ..fp8.product import few, few_mlp, product_of, quantise, silu_mul_quantise
 from ..runtime import dispatch
 from .fp8_gradient import with_gradient
-from .pinned import Pinned
-from .plain import HOOKS, OWN, PLAIN_TENSORS, is_plain
-from .untouched import torch_unpatched
+from .own_code import Pinned
+from .plain import HOOKS, OWN, PLAIN_TENSORS, is_plain, torch_unpatched
 
 
 class Fp8Form(NamedTuple):

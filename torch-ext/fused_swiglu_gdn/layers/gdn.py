@@ -18,9 +18,8 @@ from ..gdn_layer import api as gdn_layer
 from ..gdn_layer import fused
 from ..runtime.activations import OF_CONVOLUTION, OF_GATED_NORM
 from .forward import Arguments, forward_by
-from .functions import named_activation, normed_and_gated, packed_lengths
-from .gated_norm import is_gated_norm
-from .pinned import Pinned, found_at
+from .functions import is_gated_norm, named_activation, normed_and_gated, packed_lengths
+from .own_code import Pinned, found_at
 from .plain import PLAIN_TENSORS
 from .projections import projections
 from .replay import held_states
@@ -128,12 +127,6 @@ def _patch(layer, ours: type, kwargs: dict) -> Optional[Callable]:
     return own.forward
 
 
-def _called(patch: Callable, layer, x, cache, mask, kwargs: dict) -> torch.Tensor:
-    """Calls another forward, which may know the cache by more names than one."""
-    given = (x,) if cache is None else (x, cache)
-    return patch(layer, *given, attention_mask=mask, **kwargs)
-
-
 class _Sequences:
     """The position of the layer's tokens: the cached states they go on from, and packed lengths."""
 
@@ -179,29 +172,6 @@ def _lengths_of(seq_idx):
     return torch.cat([ends[:1], starts, ends[1:]])
 
 
-def _decode(layer, conv, norm, q, k, v, z, a, b, seq: _Sequences, allow_neg_eigval: bool):
-    """One token, from the input projections to the output's, with both states updated in place."""
-    return fused.decode_step(
-        q,
-        k,
-        v,
-        z,
-        a,
-        b,
-        seq.conv_state,
-        seq.state,
-        conv.weight.squeeze(1),
-        conv.bias,
-        layer.activation,
-        layer.A_log,
-        layer.dt_bias,
-        norm.weight,
-        norm.variance_epsilon,
-        norm.activation,
-        allow_neg_eigval,
-    ).flatten(2)
-
-
 def _joined(q, k, v, joined=None):
     """[B, T, D]: `joined` if they lie side by side already."""
     return torch.cat([x.flatten(2) for x in (q, k, v)], -1) if joined is None else joined
@@ -219,9 +189,7 @@ def _convolution(layer, q, k, v, joined, seq: _Sequences):
         y = gdn_layer.causal_conv1d_update(x, seq.conv_state, weight, bias, activation)
         y = y.transpose(1, 2)
         return y if known else named_activation(layer.activation)(y)
-    if (
-        torch.is_grad_enabled() or seq.cp is not None
-    ):  # the convolution of separate parts has no gradient of its own
+    if torch.is_grad_enabled() or seq.cp is not None:  # that of separate parts has no gradient
         x = _joined(q, k, v, joined).transpose(1, 2)  # [B, D, T]
         y = gdn_layer.causal_conv1d_fn(x, weight, bias, activation, cp_context=seq.cp, **packing)
         y = y.transpose(1, 2)
@@ -244,13 +212,10 @@ def _convolution(layer, q, k, v, joined, seq: _Sequences):
 def _rule(layer, q, k, v, a, b, allow_neg_eigval, seq: _Sequences):
     """The gated delta rule from raw gates; o [B, T, HV, V]. The cache gets the state after it."""
     options = {
-        "use_qk_l2norm_in_kernel": True,
-        "use_gate_in_kernel": True,
-        "A_log": layer.A_log,
-        "dt_bias": layer.dt_bias,
-        "use_beta_sigmoid_in_kernel": True,
+        "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "A_log": layer.A_log,
+        "dt_bias": layer.dt_bias, "use_beta_sigmoid_in_kernel": True,
         "allow_neg_eigval": allow_neg_eigval,
-    }
+    }  # fmt: skip
     if seq.held is not None:
         return seq.held.step(q, k, v, a, b, **options)
     options.update(initial_state=seq.state, output_final_state=seq.cache is not None)
@@ -267,7 +232,7 @@ def _rule(layer, q, k, v, a, b, allow_neg_eigval, seq: _Sequences):
 
 
 def _gated_delta_net(
-    layer, norm, q, k, v, z, a, b, seq: _Sequences, allow_neg_eigval=False, joined=None
+    layer, norm, q, k, v, z, a, b, seq: _Sequences, joined, allow_neg_eigval: bool
 ):
     """From the input projections to the input of the output projection.
 
@@ -280,9 +245,15 @@ def _gated_delta_net(
     hook = conv.__dict__.get("_hf_hook")
     if hook is not None:
         hook.pre_forward(conv)
-    decoding = seq.in_place and seq.held is None and plain and _known_activations(layer, norm)
+    decoding = seq.in_place and seq.held is None and plain and layer.activation in OF_CONVOLUTION
+    decoding = decoding and norm.activation in OF_GATED_NORM
     if decoding:
-        y = _decode(layer, conv, norm, q, k, v, z, a, b, seq, allow_neg_eigval)
+        # one token, from the input projections to the output's; both states are updated in place
+        y = fused.decode_step(
+            q, k, v, z, a, b, seq.conv_state, seq.state, conv.weight.squeeze(1), conv.bias,
+            layer.activation, layer.A_log, layer.dt_bias, norm.weight, norm.variance_epsilon,
+            norm.activation, allow_neg_eigval,
+        ).flatten(2)  # fmt: skip
     else:
         y = _convolution(layer, q, k, v.flatten(3), joined, seq)  # [B, T, D]
     if hook is not None:
@@ -298,10 +269,6 @@ def _gated_delta_net(
     return o.flatten(2)
 
 
-def _known_activations(layer, norm) -> bool:
-    return layer.activation in OF_CONVOLUTION and norm.activation in OF_GATED_NORM
-
-
 def _split(layer, qkv):
     """Views of [B, T, D] as q, k [B, T, H, K] and v [B, T, HV, V]."""
     q, k, v = qkv.split_with_sizes([layer.key_dim, layer.key_dim, layer.value_dim], -1)
@@ -313,11 +280,49 @@ def _heads(x, size: int):
     return x.view(x.shape[0], x.shape[1], -1, size)
 
 
-def _without_padding(hidden_states, attention_mask):
-    """Padding must not reach the states; attention_mask [B, T] is 0 where it stands."""
-    if attention_mask is None:
-        return hidden_states
-    return (hidden_states * attention_mask[:, :, None]).to(hidden_states.dtype)
+def _layer(layer, ours: type, project: Callable, norm: str, out: str, given, mask, kwargs):
+    """The output of a layer [B, T, hidden]; given: the hidden states, and the cache or None.
+    project: (layer, x) -> q, k, v, z, a, b; q, k, v joined, if they lie side by side; whether beta
+    is up to 2."""
+    x, cache = given
+    cache = kwargs.pop("cache", cache)  # of either name
+    patch = _patch(layer, ours, kwargs)
+    if patch is not None:  # which may know the cache by more names than one
+        given = (x,) if cache is None else (x, cache)
+        return patch(layer, *given, attention_mask=mask, **kwargs)
+    if mask is not None:  # [B, T], 0 for padding, which must not reach the states
+        x = (x * mask[:, :, None]).to(x.dtype)
+    q, k, v, z, a, b, joined, allow_neg_eigval = project(layer, x)
+    seq = _Sequences(layer, k, cache, kwargs)
+    norm = getattr(layer, norm)
+    o = _gated_delta_net(layer, norm, q, k, v, z, a, b, seq, joined, allow_neg_eigval)
+    return projections(o, getattr(layer, out))[0]
+
+
+def _qwen3_5(layer, x) -> tuple:
+    qkv, z, b, a = projections(
+        x, layer.in_proj_qkv, layer.in_proj_z, layer.in_proj_b, layer.in_proj_a
+    )
+    return (*_split(layer, qkv), _heads(z, layer.head_v_dim), a, b, qkv, False)
+
+
+def _qwen3_next(layer, x) -> tuple:
+    qkvz, ba = projections(x, layer.in_proj_qkvz, layer.in_proj_ba)
+    ratio = layer.num_v_heads // layer.num_k_heads
+    heads = (layer.num_k_heads, -1)
+    K, V = layer.head_k_dim, ratio * layer.head_v_dim
+    q, k, v, z = qkvz.unflatten(-1, heads).split([K, K, V, V], dim=-1)  # [B, T, H, ...]
+    b, a = ba.unflatten(-1, heads).split(ratio, dim=-1)  # [B, T, H, HV / H]
+    return q, k, v.unflatten(-1, (ratio, -1)), z.unflatten(-1, (ratio, -1)), a, b, None, False
+
+
+def _olmo_hybrid(layer, x) -> tuple:
+    q, k, v, z, b, a = projections(
+        x, layer.q_proj, layer.k_proj, layer.v_proj, layer.g_proj, layer.b_proj, layer.a_proj
+    )
+    q, k = _heads(q, layer.head_k_dim), _heads(k, layer.head_k_dim)
+    v, z = _heads(v, layer.head_v_dim), _heads(z, layer.head_v_dim)
+    return q, k, v, z, a, b, None, layer.allow_neg_eigval
 
 
 class Qwen3_5GatedDeltaNet(nn.Module):
@@ -331,19 +336,9 @@ class Qwen3_5GatedDeltaNet(nn.Module):
     can_torch_compile = True
 
     def forward(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
-        cache = kwargs.pop("cache", cache_params)
-        patch = _patch(self, Qwen3_5GatedDeltaNet, kwargs)
-        if patch is not None:
-            return _called(patch, self, hidden_states, cache, attention_mask, kwargs)
-        x = _without_padding(hidden_states, attention_mask)
-        qkv, z, b, a = projections(
-            x, self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a
-        )
-        q, k, v = _split(self, qkv)
-        z = _heads(z, self.head_v_dim)
-        seq = _Sequences(self, k, cache, kwargs)
-        o = _gated_delta_net(self, self.norm, q, k, v, z, a, b, seq, joined=qkv)
-        return projections(o, self.out_proj)[0]
+        given = hidden_states, cache_params
+        names = _qwen3_5, "norm", "out_proj"
+        return _layer(self, Qwen3_5GatedDeltaNet, *names, given, attention_mask, kwargs)
 
 
 class Qwen3NextGatedDeltaNet(nn.Module):
@@ -357,21 +352,9 @@ class Qwen3NextGatedDeltaNet(nn.Module):
     can_torch_compile = True
 
     def forward(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
-        cache = kwargs.pop("cache", cache_params)
-        patch = _patch(self, Qwen3NextGatedDeltaNet, kwargs)
-        if patch is not None:
-            return _called(patch, self, hidden_states, cache, attention_mask, kwargs)
-        x = _without_padding(hidden_states, attention_mask)
-        qkvz, ba = projections(x, self.in_proj_qkvz, self.in_proj_ba)
-        ratio = self.num_v_heads // self.num_k_heads
-        heads = (self.num_k_heads, -1)
-        K, V = self.head_k_dim, ratio * self.head_v_dim
-        q, k, v, z = qkvz.unflatten(-1, heads).split([K, K, V, V], dim=-1)  # [B, T, H, ...]
-        b, a = ba.unflatten(-1, heads).split(ratio, dim=-1)  # [B, T, H, HV / H]
-        v, z = v.unflatten(-1, (ratio, -1)), z.unflatten(-1, (ratio, -1))
-        seq = _Sequences(self, k, cache, kwargs)
-        o = _gated_delta_net(self, self.norm, q, k, v, z, a, b, seq)
-        return projections(o, self.out_proj)[0]
+        given = hidden_states, cache_params
+        names = _qwen3_next, "norm", "out_proj"
+        return _layer(self, Qwen3NextGatedDeltaNet, *names, given, attention_mask, kwargs)
 
 
 class OlmoHybridGatedDeltaNet(nn.Module):
@@ -385,16 +368,6 @@ class OlmoHybridGatedDeltaNet(nn.Module):
     can_torch_compile = True
 
     def forward(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
-        cache = kwargs.pop("cache", cache_params)
-        patch = _patch(self, OlmoHybridGatedDeltaNet, kwargs)
-        if patch is not None:
-            return _called(patch, self, hidden_states, cache, attention_mask, kwargs)
-        x = _without_padding(hidden_states, attention_mask)
-        q, k, v, z, b, a = projections(
-            x, self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.b_proj, self.a_proj
-        )
-        q, k = _heads(q, self.head_k_dim), _heads(k, self.head_k_dim)
-        v, z = _heads(v, self.head_v_dim), _heads(z, self.head_v_dim)
-        seq = _Sequences(self, k, cache, kwargs)
-        o = _gated_delta_net(self, self.o_norm, q, k, v, z, a, b, seq, self.allow_neg_eigval)
-        return projections(o, self.o_proj)[0]
+        given = hidden_states, cache_params
+        names = _olmo_hybrid, "o_norm", "o_proj"
+        return _layer(self, OlmoHybridGatedDeltaNet, *names, given, attention_mask, kwargs)

@@ -17,9 +17,8 @@ from ..gdn_layer import api as gdn_layer
 from ..kda import api as kda
 from ..kda.call import has_gradient
 from .forward import Arguments, forward_by
-from .functions import convolved, normed_and_gated, packed_lengths
-from .gated_norm import is_gated_norm
-from .own_code import OwnCode
+from .functions import convolved, is_gated_norm, normed_and_gated, packed_lengths
+from .own_code import Pinned
 from .plain import PLAIN_TENSORS, is_plain
 from .projections import joined, projections
 
@@ -33,8 +32,11 @@ class KdaForm:
     arguments: Arguments
     cache: str  # the name of an argument
     checks: Tuple[Callable, ...]
-    codes: Tuple[OwnCode, ...]  # of both classes: what a patch could replace
+    pinned: Tuple[Pinned, ...]  # of both classes: what a patch could replace
     bounded: Tuple[Optional[str], Optional[str]]  # attributes of the gate: its bound, and whether
+
+    def unchanged(self) -> bool:
+        return all([pin.unchanged() for pin in self.pinned])
 
 
 @functools.lru_cache(maxsize=1024)
@@ -68,7 +70,7 @@ def _is_as_known(layer: nn.Module, form: KdaForm) -> bool:
     read = (gate.A_log, gate.dt_bias, conv.weight)
     if any([type(x) not in PLAIN_TENSORS for x in read]):
         return False
-    return all([code.unchanged() for code in form.codes])
+    return form.unchanged()
 
 
 def _learns(layer: nn.Module, x: torch.Tensor) -> bool:

@@ -10,9 +10,8 @@ from ..norm.api import rms_norm
 from ..norm.ops import FAMILY
 from ..runtime import dispatch
 from ..runtime.checks import FLOATING
-from .pinned import Pinned
-from .plain import HOOKS, OWN, PLAIN_TENSORS, is_plain
-from .untouched import torch_unpatched
+from .own_code import Pinned
+from .plain import HOOKS, OWN, PLAIN_TENSORS, is_plain, torch_unpatched
 
 
 class NormForm(NamedTuple):

@@ -1,4 +1,5 @@
-"""Checks that a function of transformers is the one in its file, with all that it calls.
+"""Checks that a function of transformers is the one in its file, with all that it calls, and pins
+what a module was recognised by, so that each call sees later changes.
 
 A patch of a class or of a module changes what a model computes, and a layer of ours that stands in
 for the unpatched code would lose it. No list of versions is needed: the code of a function is
@@ -23,15 +24,40 @@ class NotOwn(Exception):
     """Says what is not as transformers has it."""
 
 
-class OwnCode(NamedTuple):
-    """A forward that is transformers' own."""
+class Pinned:
+    """The functions of which a forward consists."""
 
-    forward: FunctionType  # without decorators
-    names: Tuple[tuple, ...]  # (namespace, name, value) of everything that a patch could replace
+    patched: Optional[str] = None  # what had been patched before
 
-    def unchanged(self) -> bool:
-        """Returns True if nothing that was looked at has been patched since."""
-        return all([namespace.get(name) is value for namespace, name, value in self.names])
+    def __init__(
+        self,
+        names: Tuple[Tuple[dict, str, object], ...],  # (namespace, name, value)
+        codes: Tuple[Tuple[FunctionType, CodeType], ...],  # reloading tools replace codes
+        methods: Tuple[str, ...] = (),  # that the forward calls of its module
+    ):
+        self.names, self.codes, self.methods = names, codes, methods
+
+    def unchanged(
+        self, module: Optional[nn.Module] = None, guards: Tuple[Tuple[str, object], ...] = ()
+    ) -> bool:
+        """True if none has been patched since, the module has no methods of its own, and its
+        attributes at these paths still have the values by which it was recognised."""
+        if module is not None:
+            attributes = module.__dict__
+            for name in self.methods:
+                if name in attributes:
+                    return False
+            for path, value in guards:
+                found = attributes[path] if path in attributes else found_at(module, path)
+                if found is not value and found != value:
+                    return False
+        for namespace, name, value in self.names:
+            if namespace.get(name) is not value:
+                return False
+        for function, code in self.codes:
+            if function.__code__ is not code:
+                return False
+        return True
 
 
 def codes_in(code: CodeType) -> List[CodeType]:
@@ -192,11 +218,40 @@ def look_at_torch(name: str) -> None:
                 raise NotOwn(f"calls {module.__name__}.{name}, which is patched")
 
 
-def own_code(kind: type) -> OwnCode:
-    """The forward of a class of transformers' models. Raises NotOwn, which says why it is not."""
+def own_code(kind: type) -> Tuple[FunctionType, Pinned]:
+    """The forward of a class of transformers' models, without decorators, and what a patch could
+    replace. Raises NotOwn, which says why it is not transformers' own."""
     namespace = next(vars(base) for base in kind.__mro__ if "forward" in vars(base))
     plain = peeled(namespace["forward"]).forward
     names = own_names(plain)
     if not plain.__globals__["__name__"].startswith("transformers.models."):
         raise NotOwn("is not that of a model of transformers")
-    return OwnCode(plain, ((namespace, "forward", namespace["forward"]), *names))
+    return plain, Pinned(((namespace, "forward", namespace["forward"]), *names), ())
+
+
+def torchs_own(function: FunctionType) -> Pinned:
+    """Pins the names in a function's code that are found in its module and in torch.
+
+    `patched` says which of torch's functions is replaced at present, if any.
+    """
+    names = sorted({name for code in codes_in(function.__code__) for name in code.co_names})
+    spaces = function.__globals__, vars(torch), vars(F)
+    values = tuple(
+        (space, name, space[name]) for space in spaces for name in names if name in space
+    )
+    pinned = Pinned(values, ((function, function.__code__),))
+    for name in names:
+        try:
+            look_at_torch(name)
+        except NotOwn as error:
+            pinned.patched = f"its forward {error}"
+            break
+    return pinned
+
+
+def found_at(module: nn.Module, path: str) -> object:
+    """The attribute of a module at a path such as "config.use_rope", or None."""
+    value = module
+    for name in path.split("."):
+        value = getattr(value, name, None)
+    return value

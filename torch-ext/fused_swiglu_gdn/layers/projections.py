@@ -8,8 +8,7 @@ from torch import nn
 from ..projection.call import MAX_TOKENS
 from ..projection.project import project
 from . import fp8
-from .plain import parameters_of
-from .untouched import torch_unpatched
+from .plain import parameters_of, torch_unpatched
 
 
 def projections(

@@ -19,10 +19,9 @@ from ..swiglu.api import fused_swiglu, fused_swiglu_mlp, silu_mul
 from ..swiglu.reference import ACTIVATIONS
 from . import fp8
 from .activations import activation_of
-from .pinned import Pinned
-from .plain import PLAIN_TENSORS, parameters_of, same_dtype, why_hooked
+from .own_code import Pinned
+from .plain import PLAIN_TENSORS, parameters_of, same_dtype, torch_unpatched, why_hooked
 from .tensor_parallel import Shards, mlp_on_shards, shards
-from .untouched import torch_unpatched
 
 SWIGLU = ("swiglu.forward", "swiglu_fwd")
 DROPOUTS = (nn.Dropout, nn.Identity)  # which drop nothing in evaluation

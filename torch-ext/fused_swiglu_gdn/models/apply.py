@@ -2,7 +2,7 @@
 
 import contextlib
 import enum
-from typing import List, Optional, Sequence
+from typing import List, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -16,18 +16,16 @@ from ..parallel.checks import is_group
 from ..runtime import dispatch
 from ..runtime.checks import are_flags, are_words, is_int, is_model
 from .context_attention import restore_attention, serve_attention
-from .cross_entropy import serve_cross_entropy
 from .experts import restore_experts, serve_experts
 from .graph_rules import why_not_model
 from .graphs import restore_graphs, serve_graphs
-from .loss import serve_loss
-from .moe_blocks import serve_blocks
-from .recognise import KINDS, is_nothing, recognise, remember
+from .loss import serve_cross_entropy, serve_loss
+from .recognise import KINDS, is_nothing, recognise, replace
 from .report import WAITS, Report, Row
-from .serving import named_modules, serve, unserve, why_not_on, why_nowhere
-from .sharded import as_gathered
+from .serving import as_gathered, may_move, named_modules, unserve, why_not_on
+from .stand_ins import quiet
 
-# whose kernels serve a kind of module
+# whose kernels serve a kind of module; of experts' routers and blocks it was asked already
 _OPERATIONS = {
     "mlp": ("swiglu.forward", "swiglu_fwd"),
     "norm": (NORM, "rms_norm_fwd"),
@@ -114,7 +112,7 @@ def kernelize(
             raise ValueError('only and skip must leave "gdn" in where cp_group is given')
         is_group(cp_group, "cp_group")
     restore_attention(model)
-    with as_gathered(model):
+    with as_gathered(model), _one_thread(), quiet():
         rows = _serve_modules(model, kinds, replay)
     if cp_group is not None:
         _exchanges_states(model, rows)
@@ -178,41 +176,40 @@ def _one_thread():
             torch.set_num_threads(threads)
 
 
-@_one_thread()
 def _serve_modules(model: nn.Module, kinds: set, replay: int) -> List[Row]:
     rows = []
-    for name, module in named_modules(model):
+    for name, module in reversed(named_modules(model)):  # parts come before what they are parts of
         if is_nothing(type(module), bool(module._modules)) and "forward" not in module.__dict__:
             continue
         unserve(module)
         finding = recognise(module)
         if finding is None or finding.kind not in kinds:
             continue
-        note, reason = None, finding.reason or _why_no_kernel(module, finding.kind)
+        note, reason = None, finding.reason
         if reason is None:
-            note = _note(module, finding.kind)
-            replay_rows = replay if finding.kind == "gdn" else 0
-            serve(module, finding.layer, finding.forward, replay_rows)
-            remember(module, finding)
+            note, reason = _kernels_for(module, finding.kind)
+        if reason is None:
+            replace(module, finding, replay)
         kind = type(module).__name__
         rows.append(Row(name, kind, finding.layer, note, reason, finding.unknown))
+    rows.reverse()
     if "experts" in kinds:
-        return rows + serve_blocks(model) + serve_experts(model)
+        return rows + serve_experts(model)
     restore_experts(model)
     return rows
 
 
-def _why_no_kernel(module: nn.Module, kind: str) -> Optional[str]:
+def _kernels_for(module: nn.Module, kind: str) -> Tuple[Optional[str], Optional[str]]:
+    """The report's note about a module that can be replaced, and the reason why it is not."""
+    if dispatch.forced is not None or kind not in _OPERATIONS:
+        return None, None
+    where = _place_of(module)
+    missing = why_not_on(where, *_OPERATIONS[kind])
+    if missing is None:
+        return None, None
     if kind == "gdn":  # in plain torch ours are the faster ones, too
-        return None
-    return why_nowhere(_place_of(module), *_OPERATIONS[kind])
-
-
-def _note(module: nn.Module, kind: str) -> Optional[str]:
-    """The report's note about a module that is replaced, or None."""
-    if dispatch.forced is not None or why_not_on(_place_of(module), *_OPERATIONS[kind]) is None:
-        return None
-    return "in plain torch" if kind == "gdn" else WAITS
+        return "in plain torch", None
+    return (WAITS, None) if may_move(where) else (None, missing)
 
 
 def _place_of(module: nn.Module) -> torch.device:

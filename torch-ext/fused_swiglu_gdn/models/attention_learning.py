@@ -6,14 +6,14 @@ from typing import Iterator, Tuple
 import torch
 from torch import nn
 
-from ..layers.words import Word
+from ..layers.forward import Word
 from .attention_numbers import FIRST, OTHERS, TRAINING, Run, are_the_same
 from .code import Refused
 from .stand_ins import (
     SIZES,
     Cache,
     Opaque,
-    Product,
+    Part,
     Raises,
     Read,
     name_of,
@@ -93,7 +93,7 @@ class Learning(Trial):
 
     def widths(self) -> Iterator[int]:
         """Candidates for the head dim."""
-        outs = [p.features[1] for p in self.parts.values() if isinstance(p, Product)]
+        outs = [p.sizes[1] for p in self.parts.values() if isinstance(p, Part) and p.sizes[1:]]
         values = plain_values(self.module, self.source.reads).values()
         sizes = [v for v in values if type(v) is int and v > 2 and any(n % v == 0 for n in outs)]
         yield from dict.fromkeys([*sizes, 64, 128, 32, 256, 96, 80, 16, 8])

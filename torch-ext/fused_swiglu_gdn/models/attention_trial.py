@@ -12,11 +12,10 @@ import torch
 from torch import nn
 
 from ..layers.attention import AttentionForm
+from ..layers.forward import Word, Words
 from ..layers.norm import NormForm
-from ..layers.own_code import names_in
-from ..layers.pinned import found_at
+from ..layers.own_code import found_at, names_in
 from ..layers.plain import told
-from ..layers.words import Word, Words
 from .attention_learning import Learning
 from .attention_numbers import (
     CASES,
@@ -38,9 +37,7 @@ from .stand_ins import (
     Cache,
     Interface,
     KeepsFp64,
-    Logged,
-    Norm,
-    Product,
+    Part,
     Unknown,
     asked_by_this_thread,
     features,
@@ -163,21 +160,19 @@ class _Trial(Learning, Numbers):
         super().__init__(module, kind, source)
         self.handed = handed  # attributes that nothing has read yet
         # their values, where to read them from the configuration passes many functions
-        self.values = {p: found_at(module, p) for p in handed if "." in p}
+        probe = twin_of(module, kind)
+        put(probe, {p: found_at(module, p) for p in handed if "." in p})
+        self.values = {n: probe.__dict__[n] for n in {p.split(".")[0] for p in handed if "." in p}}
         self.parts = {}
         for i, (name, part) in enumerate(module._modules.items()):
             self.parts[name] = Unknown(name)
             if name in norms:
-                (size,) = told(part._parameters[norms[name].weight], "shape")
-                self.parts[name] = Norm(size, 200 + i)
+                size = told(part._parameters[norms[name].weight], "shape")
+                self.parts[name] = Part(name, tuple(size), 200 + i, self)
             elif features(part):
-                self.parts[name] = Product(*features(part), 100 + 7 * i)
+                self.parts[name] = Part(name, features(part), 100 + 7 * i, self)
             elif is_identity(part):
                 self.parts[name] = part
-        self.stubs = dict(self.parts)
-        for name, part in self.parts.items():
-            if isinstance(part, (Product, Norm)):
-                self.stubs[name] = Logged(name, part, self)
         self.own = {
             n: random(*told(p, "shape"), seed=77)
             for n, p in module._parameters.items()
@@ -195,9 +190,11 @@ class _Trial(Learning, Numbers):
     def called(self, case: Case, dtype=F64, values=None, absent=frozenset()) -> Run:
         """One run of the class's forward, with attributes `values` by their paths."""
         own = self.own and {n: p.to(dtype) for n, p in self.own.items()}
-        twin = twin_of(self.module, self.kind, self.stubs, own)
+        twin = twin_of(self.module, self.kind, self.parts, own)
         twin.__dict__["training"] = case.training
-        put(twin, {**self.values, **(values or {})})
+        twin.__dict__.update(self.values)
+        if values:
+            put(twin, values)
         numbers, tables = [random(case.B, case.T, self.width, seed=1, dtype=dtype)], None
         if case.rotary is not None:
             width = max(int(self.D * case.rotary), 1)
@@ -209,17 +206,19 @@ class _Trial(Learning, Numbers):
         roles[self.cache] = Cache(self.cache) if case.cached else None
         roles[self.mask] = self.opaque[self.mask] if case.masked else None
         given, word = self.given(roles, absent), object()
-        self.interface = interface = Interface(self.log)
+        log = self.log
+        self.interface = interface = Interface(log)
         if self.has_float:
             with KeepsFp64():
                 result = called(self.source, twin, dict(given), {WORD: word})
         else:
             result = called(self.source, twin, dict(given), {WORD: word})
+        self.log = []  # whoever calls a part now is no forward
         if not all(map(torch.equal, (x, *(tables or ())), numbers)):
             raise Refused("its forward writes to its input")
         if len(interface.calls) != 1 or len(interface.asked) != 1:
             raise Refused("it does not call one attention function, by its configuration")
-        return Run(twin, x, tables, given, word, interface, self.log, result)
+        return Run(twin, x, tables, given, word, interface, log, result)
 
     def marks(self) -> dict:
         return {path: self.opaque[f"self.{path}"] for path in self.handed}
@@ -286,7 +285,7 @@ class _Trial(Learning, Numbers):
             if cached:
                 of_call.update({"layer": index, **_counted(updates)})
             words = self.training_words if training else words
-            table = [word._replace(name=name) for name, word in of_call.items()]
+            table = [Word(name, *word[1:]) for name, word in of_call.items()]
             table += [Word("keywords", "dict", words)]
             table += [Word("more", "dict", updates_with)] if cached else []
             self.made[training, cached] = Words(table)
@@ -311,7 +310,9 @@ def _are_equal(a: Run, b: Run) -> bool:
         return False
     if [entry and entry[0] for entry in a.log] != [entry and entry[0] for entry in b.log]:
         return False
-    caches = [[v.calls for v in run.given.values() if type(v) is Cache] for run in (a, b)]
-    updates = [[x for calls in found for call in calls for x in call[:2]] for found in caches]
-    pairs = [*zip(heads, others), (a.result[0], b.result[0]), *zip(*updates)]
-    return len(updates[0]) == len(updates[1]) and all(torch.equal(x, y) for x, y in pairs)
+    mine, theirs = [*heads, a.result[0]], [*others, b.result[0]]
+    for run, tensors in ((a, mine), (b, theirs)):
+        for cache in run.given.values():
+            for call in cache.calls if type(cache) is Cache else ():
+                tensors += call[:2]
+    return len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))

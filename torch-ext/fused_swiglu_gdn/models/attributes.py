@@ -124,8 +124,8 @@ class Attributes(Callees):
         self.use(base, node)
         position = self.data(index)
         if isinstance(base, Known):
-            text = ast.unparse(index) if constant is not None else None
-            return base._replace(text=base.text and text and f"{base.text}[{text}]")
+            text = None if constant is None else base.text
+            return base._replace(text=text and f"{text}[{_spelled(constant)}]")
         self.only_sizes_as_they_are((position,), node)
         return VALUE
 
@@ -138,6 +138,13 @@ def _constant(index: ast.expr) -> object:
         return slice(*map(_literal, (index.lower, index.upper, index.step)))
     except ValueError:
         return None
+
+
+def _spelled(index: object) -> str:
+    if not isinstance(index, slice):
+        return str(index)
+    start, stop, step = ["" if i is None else i for i in (index.start, index.stop, index.step)]
+    return f"{start}:{stop}:{step}"
 
 
 def _literal(node: Optional[ast.expr]) -> Optional[int]:

@@ -1,7 +1,6 @@
 """The source of a function, and what a function that is read may consist of."""
 
 import ast
-import copy
 import functools
 import inspect
 import linecache
@@ -133,8 +132,6 @@ def source_of(function: object, free: Tuple[str, ...] = ()) -> ast.FunctionDef:
         raise Refused("its forward has no source to read")
     if code not in _codes_around(function):
         raise Refused("its forward is not what its source says")
-    definition = copy.copy(definition)  # decorated or not: it is the code that runs which is read
-    definition.decorator_list = []
     return definition
 
 
@@ -148,8 +145,7 @@ def _definitions(text: str) -> Dict[Tuple[str, int], ast.FunctionDef]:
         return found
     for node in statements:  # which grows
         if isinstance(node, ast.FunctionDef):
-            first = min([node.lineno, *[each.lineno for each in node.decorator_list]])
-            found[node.name, first] = node
+            found[node.name, (node.decorator_list or [node])[0].lineno] = node
         for inside in ("body", "orelse", "finalbody", "handlers", "cases"):
             statements += getattr(node, inside, ())
     return found

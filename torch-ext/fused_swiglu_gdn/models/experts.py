@@ -18,8 +18,7 @@ from ..experts import ops
 from ..experts.api import fused_experts
 from ..experts.call import ALPHA
 from ..layers.activations import activation_of
-from ..layers.own_code import names_in
-from ..layers.pinned import Pinned, torchs_own
+from ..layers.own_code import Pinned, names_in, torchs_own
 from ..layers.plain import told, why_not_tensor
 from ..runtime.dtypes import HALF
 from .code import BY_NAME, Refused
@@ -38,6 +37,7 @@ from .serving import BEFORE, is_of_transformers, named_modules, say_once, why_no
 from .stand_ins import quiet
 
 NAME = "fused_swiglu_gdn"
+STACKED = frozenset(("gate_up_proj", "up_proj"))  # weights of experts, of all of them in one
 REPLACED = (None, "eager", "batched_mm", "grouped_mm")  # implementations that kernelize replaces
 
 
@@ -191,15 +191,13 @@ def _forms_of(gate: Source) -> Iterator[Form]:
 
 def is_experts(module: nn.Module) -> bool:
     """The module holds experts in one 3-D weight."""
-    weights = module._parameters
-    for name in ("gate_up_proj", "up_proj"):
-        if name in weights and told(weights[name], "ndim") == 3:
-            return True
-    return False
+    weights = map(module._parameters.get, STACKED)
+    return any([x is not None and told(x, "ndim") == 3 for x in weights])
 
 
 def experts_in(model: nn.Module) -> List[Tuple[str, nn.Module]]:
-    return [(name, m) for name, m in named_modules(model) if m._parameters and is_experts(m)]
+    modules = named_modules(model)
+    return [(n, m) for n, m in modules if not STACKED.isdisjoint(m._parameters) and is_experts(m)]
 
 
 def why_not_experts(module: nn.Module) -> Optional[str]:

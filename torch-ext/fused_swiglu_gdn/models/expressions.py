@@ -202,6 +202,8 @@ class Expressions(Attributes):
         sign, function = OPERATORS[type(op)]
         if isinstance(left, Several) and isinstance(right, Several) and sign == "+":
             return Several(left.values + right.values)
+        if left is VALUE and right is VALUE:
+            return VALUE
         self.use_all((left, right), node)
         if isinstance(left, Plain) and isinstance(right, Plain) and function is not None:
             try:

@@ -18,8 +18,7 @@ from ..experts.ops_fp8 import FP8, fp8_experts
 from ..fp8.call import BLOCK
 from ..layers.activations import activation_of
 from ..layers.fp8 import SCHEME, takes
-from ..layers.own_code import is_in_its_file
-from ..layers.pinned import Pinned, torchs_own
+from ..layers.own_code import Pinned, is_in_its_file, torchs_own
 from ..layers.plain import PLAIN_TENSORS, why_not_tensor
 from .code import Refused, source_of, spelled
 from .experts_trial import FLAGS, Form, computes

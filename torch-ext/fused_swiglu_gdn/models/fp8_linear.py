@@ -15,11 +15,11 @@ from torch import nn
 from ..fp8.call import BLOCK, ROWS
 from ..fp8.product import product_of
 from ..layers.fp8 import SCHEME, Fp8Form, scheme_of
-from ..layers.own_code import is_in_its_file
-from ..layers.pinned import torchs_own
+from ..layers.own_code import is_in_its_file, torchs_own
 from ..layers.plain import why_not_tensor
 from ..layers.tensor_parallel import local, own_of_shards
 from .code import Refused, source_of, spelled
+from .serving import own_class
 
 HOME = "transformers.integrations.finegrained_fp8"
 _WIDE = "if self.weight.element_size() > 1:\n    return F.linear(input, self.weight, self.bias)\n"
@@ -45,6 +45,14 @@ def is_fp8_linear(kind: type) -> bool:
     """The class is transformers' FP8Linear, or one made of it."""
     own = getattr(sys.modules.get(HOME), "FP8Linear", None)
     return own is not None and issubclass(kind, own)
+
+
+def fp8_linear(module: nn.Module) -> Tuple[str, Optional[str], Optional[Fp8Form]]:
+    """Our layer for a module that is_fp8_linear, why it is left alone or None, and its form."""
+    form = fp8_form(own_class(module))
+    if isinstance(form, str):
+        return "FP8Linear", form, None
+    return "FP8Linear", why_not_fp8(module), form
 
 
 def fp8_form(kind: type) -> Union[Fp8Form, str]:

@@ -13,10 +13,9 @@ from torch import nn
 from .. import layers
 from ..gdn.checks import MAX_HEAD_DIM
 from ..gdn_layer.checks import MAX_TAPS
-from ..layers.gated_norm import is_gated_norm
+from ..layers.functions import is_gated_norm
 from ..layers.gdn import CACHE_NAMES, KNOWN, GdnForm, Known
-from ..layers.own_code import peeled, why_not_own
-from ..layers.pinned import found_at
+from ..layers.own_code import found_at, peeled, why_not_own
 from ..layers.plain import told, why_not_tensor
 from .code import Refused, why_odd_class
 from .gdn_body import PACKED, GdnBody
@@ -114,9 +113,13 @@ def _fit(parts: dict, family: Family, names: dict, sizes: tuple) -> bool:
     return value == sizes[1] and min(sizes) > 0
 
 
-def gated_delta_net(module: nn.Module) -> Tuple[str, Optional[str], Optional[GdnForm]]:
-    """Our layer for a module that is_gated_delta_net; why it is left alone or None; the form
-    of its forward."""
+def gated_delta_net(
+    module: nn.Module,
+) -> Optional[Tuple[str, Optional[str], Optional[GdnForm]]]:
+    """Our layer for a module, why it is left alone or None, and the form of its forward; None for
+    a module that is no Gated DeltaNet layer."""
+    if not is_gated_delta_net(module):
+        return None
     parts = next(parts_of(module), None)
     if parts is None:
         return "GatedDeltaNet", "its parts are not those of a Gated DeltaNet layer known here", None

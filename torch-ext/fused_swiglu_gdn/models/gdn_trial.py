@@ -21,7 +21,7 @@ from ..runtime.recording import pretending
 from .code import Refused
 from .gdn_body import OF_CACHES, PACKED
 from .reader import Reader
-from .stand_ins import Product, put, quiet, random, twin_of
+from .stand_ins import Part, put, quiet, random, twin_of
 from .trial import WORD, Trial, called, plain_values
 
 # relative to the largest value; transformers' rule is in fp32 also within a layer of fp64
@@ -193,7 +193,7 @@ class _Trial(Trial):
         for i, (name, counts) in enumerate(sorted(self.roles.widths)):
             width = self.width if counts is None else width_of(counts, sizes)
             ends = (values["value_dim"], width) if counts is None else (self.width, width)
-            made[name] = Product(*ends, 100 + 7 * i)
+            made[name] = Part(name, ends, 100 + 7 * i)
         made[names["conv1d"]] = SimpleNamespace(weight=kernel, bias=bias)
         made[norm] = lambda x, gate: F.rms_norm(x, (V,), weight, EPS) * F.silu(gate)
         for i, name in enumerate(sorted((names["A_log"], names["dt_bias"]))):

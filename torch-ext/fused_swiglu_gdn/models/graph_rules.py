@@ -8,8 +8,7 @@ from typing import Any, Callable, List, Optional
 import torch
 from torch import nn
 
-from ..layers.plain import PLAIN_TENSORS, told
-from ..layers.untouched import torch_unpatched
+from ..layers.plain import PLAIN_TENSORS, told, torch_unpatched
 from . import rehearsal
 from .capture import Graph
 from .serving import named_modules

@@ -27,8 +27,7 @@ from .graph_rules import (
     why_not_now,
     why_not_yet,
 )  # fmt: skip
-from .in_place import InPlace, take_back
-from .late import Generate, why_not_late
+from .late import Generate, InPlace, take_back, why_not_late
 from .output import Output
 from .rehearsal import expect_none, expect_prompt
 from .report import Row

@@ -12,6 +12,7 @@ import functools
 import inspect
 import math
 import sys
+import weakref
 from collections import deque
 from types import FunctionType
 from typing import Any, Callable, Optional
@@ -21,7 +22,6 @@ from torch import nn
 
 from .capture import Graph
 from .graph_rules import why_not_cache
-from .in_place import InPlace
 from .static_cache import with_static_cache
 
 UTILS = "transformers.generation.utils"
@@ -48,6 +48,42 @@ PROCESSORS = {
 }  # fmt: skip
 LENGTH, EOS = "MaxLengthCriteria", "EosTokenCriteria"  # the host knows the length by itself
 CRITERIA = {LENGTH, "MaxTimeCriteria", EOS, "StopStringCriteria"}
+
+
+class InPlace:
+    """Replaces a method of a model.
+
+    A copy of a model gets a replacement of its own; a pickle of a model has the model's own method.
+    """
+
+    name = ""  # of the method
+
+    def __init__(self, model: nn.Module):
+        self.of = weakref.ref(model)
+
+    @property
+    def model(self) -> nn.Module:
+        model = self.of()
+        if model is None:
+            raise RuntimeError(
+                "the model is gone: keep it, and call kernelize(copy, cuda_graphs=True) for a copy"
+            )
+        return model
+
+    def __deepcopy__(self, memo):
+        model = memo.get(id(self.of()))
+        return self if model is None else type(self)(model)
+
+    def __reduce__(self):
+        return getattr, (self.model, self.name)
+
+
+def take_back(module: nn.Module, kind: type) -> bool:
+    """Restores a module's own method if a replacement of this kind is set on it."""
+    found = isinstance(module.__dict__.get(kind.name), kind)
+    if found:
+        delattr(module, kind.name)
+    return found
 
 
 class Generate(InPlace):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..layers.decoder import Call, Decoder, LayerForm, Order
-from ..layers.words import Word
+from ..layers.forward import Word
 from .attention_trial import is_attention
 from .code import Refused
 from .gated_delta_net import is_gated_delta_net
@@ -39,16 +39,16 @@ _forms: Dict[tuple, Union[LayerForm, str]] = {}
 def is_decoder_layer(module: nn.Module) -> bool:
     """Returns True if it has a mixer of tokens, an MLP, and norms."""
     parts = module._modules.items()
-    mixes = any(_mixes(name, part) for name, part in parts if part is not None)
-    return mixes and sum(["norm" in n or _norms(m) for n, m in parts]) >= 2
+    return _has_mixer(parts) and sum(["norm" in n or _norms(m) for n, m in parts]) >= 2
 
 
-def _mixes(name: str, part: nn.Module) -> bool:
-    if "norm" in name:
-        return False
-    if "attn" in name or "attention" in name or is_attention(part):
-        return True
-    return is_gated_delta_net(part)
+def _has_mixer(parts) -> bool:
+    for name, part in parts:
+        if part is not None and "norm" not in name:
+            named = "attn" in name or "attention" in name
+            if named or is_attention(part) or is_gated_delta_net(part):
+                return True
+    return False
 
 
 def _norms(part: Optional[nn.Module]) -> bool:
@@ -204,5 +204,5 @@ def _orders(log: list, norms: set) -> Iterator[Order]:
     for between in range(m - a):  # norms after the mixer, before those of the MLP
         cut = a + 1 + between
         groups = names[:a], names[a + 1 : cut], names[cut:m], names[m + 1 :]
-        if all(len(group) <= 1 for group in groups):
-            yield Order(*(next(iter(group), None) for group in groups), names[a], names[m])
+        if max(map(len, groups)) <= 1:
+            yield Order(*[group[0] if group else None for group in groups], names[a], names[m])

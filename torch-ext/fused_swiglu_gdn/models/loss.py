@@ -1,10 +1,17 @@
-"""kernelize(model, loss=True): the loss of a language model without its logits, by Liger.
+"""The loss of a language model: by a kernel on its logits, or without logits by Liger.
+
+In both cases the model's forward and transformers' loss function run unchanged, with a placeholder
+between `lm_head` and `F.cross_entropy`.
+
+transformers' loss function copies the logits to fp32 before its cross entropy. In training and
+evaluation it runs on a placeholder for that copy (`Logits`), which is made where anything other
+than the cross entropy reads it. The output's logits are the model's own.
 
 The logits of a training step are its largest tensors: tokens x vocabulary, in the model's dtype, in
-fp32 and as a gradient. Liger's fused linear cross entropy computes the loss and its gradients from
-the input of the output projection, in chunks. The model's forward and transformers' loss function
-run unchanged, with a placeholder for the logits between `lm_head` and `F.cross_entropy`. Any other
-use of it is an error; models that do more with their logits are left alone.
+fp32 and as a gradient. With kernelize(model, loss=True) there are none in training: Liger's fused
+linear cross entropy computes the loss and its gradients from the input of the output projection, in
+chunks. Any other use of the placeholder (`NoLogits`) is an error; models that do more with their
+logits are left alone.
 """
 
 import functools
@@ -13,21 +20,31 @@ import itertools
 import math
 import re
 import threading
-from typing import Callable, NoReturn, Optional
+from typing import Callable, NoReturn, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layers.own_code import is_own_function
-from ..layers.plain import PLAIN_TENSORS, why_hooked
-from ..layers.untouched import torch_unpatched
-from ..runtime import device
+from ..layers.plain import PLAIN_TENSORS, is_torchs_own, torch_unpatched, why_hooked
+from ..loss.ops import CROSS_ENTROPY, FAMILY
+from ..runtime import device, dispatch
 from ..runtime.ops import autocast
-from .code import Refused, source_of, spelled
-from .report import Row
-from .serving import named_modules, own_class, serve, why_replaced
+from .code import Refused, signature_of, source_of, spelled
+from .report import WAITS, Row
+from .serving import (
+    may_move,
+    named_modules,
+    own_class,
+    serve,
+    why_not_on,
+    why_partitioned,
+    why_replaced,
+)
 
+_CROSS_ENTROPY = F.cross_entropy
+_OPERATION = (FAMILY, "cross_entropy_fwd")
 # Tokens whose logits Liger makes at once; by itself it takes so few (64 of 4096 for a vocabulary of
 # 248,320) that a step takes several times as long
 PIECE = 1024
@@ -44,6 +61,80 @@ ONE_BACKWARD = (
 # Further arguments of a cross entropy, as torch hands them on: none may be given
 WITHOUT = {"weight": None, "size_average": None, "reduce": None, "label_smoothing": 0.0}
 _thread = threading.local()  # .step: (lm_head, its stand-in) of the model whose forward runs
+
+
+class Logits:
+    """Logits as fp32, for a loss function."""
+
+    def __init__(self, logits: Tensor):
+        self.logits = logits
+        self.device = logits.device
+
+    def float(self) -> "Logits":
+        return self
+
+    def view(self, *shape: int) -> "Logits":
+        return Logits(self.logits.view(*shape))
+
+    def __getattr__(self, name: str):
+        return getattr(self.logits.float(), name)
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is _CROSS_ENTROPY and len(args) == 2 and type(args[0]) is cls:
+            logits, target = args[0].logits, args[1]
+            index, reduction = kwargs.get("ignore_index", -100), kwargs.get("reduction", "mean")
+            rest = {k: v for k, v in kwargs.items() if k not in ("ignore_index", "reduction")}
+            known = WITHOUT.items() >= rest.items() and reduction in ("mean", "sum")
+            if known and logits.ndim == 2 and target.shape == logits.shape[:1]:
+                return CROSS_ENTROPY((logits, target), (index, reduction == "mean"))[0]
+        args = [x.logits.float() if type(x) is cls else x for x in args]
+        kwargs = {k: x.logits.float() if type(x) is cls else x for k, x in kwargs.items()}
+        return function(*args, **kwargs)
+
+
+def _serves(logits, labels) -> bool:
+    return (
+        type(logits) in PLAIN_TENSORS
+        and type(labels) in (*PLAIN_TENSORS, type(None))
+        and not torch.compiler.is_compiling()
+        and F.cross_entropy is _CROSS_ENTROPY
+        and torch_unpatched(False)
+        and dispatch.serves(*_OPERATION, logits)
+    )
+
+
+@functools.cache
+def _by_kernel(loss: Callable) -> Callable:
+    @functools.wraps(loss)
+    def loss_function(logits, labels, *args, **kwargs):
+        if _serves(logits, labels):
+            logits = Logits(logits)
+        return loss(logits, labels, *args, **kwargs)
+
+    return loss_function
+
+
+@functools.cache
+def _forward_by_kernel(own: type) -> Callable:
+    """The forward of a served model of this class, and its loss function."""
+
+    @functools.wraps(own.forward)
+    def forward(self, *args, **kwargs):
+        return own.forward(self, *args, **kwargs)
+
+    def loss_function(self):
+        found = own.loss_function.fget(self)
+        if torch.compiler.is_compiling() or not is_next_token_loss(found):
+            return found
+        return _by_kernel(found)
+
+    forward.view = {"loss_function": property(loss_function, own.loss_function.fset)}
+    return forward
+
+
+# -- without logits, by Liger
 
 
 class NoLogits:
@@ -140,7 +231,7 @@ def _project(self, hidden: Tensor):
 
 
 @functools.cache
-def _model_forward(own: type) -> Callable:
+def _forward_by_liger(own: type) -> Callable:
     """The forward of a replaced model of this class, with the signature that generate inspects."""
 
     @functools.wraps(own.forward)
@@ -167,7 +258,7 @@ def is_next_token_loss(loss: Callable) -> bool:
     return getattr(loss, "__name__", None) == "ForCausalLMLoss" and is_own_function(loss)
 
 
-def _why_not(module: nn.Module) -> Optional[str]:
+def _why_not_liger(module: nn.Module) -> Optional[str]:
     head, kind = module.lm_head, own_class(module)
     if own_class(head) is not nn.Linear:
         return f"its lm_head is a {own_class(head).__name__}, not an nn.Linear"
@@ -186,15 +277,54 @@ def _why_not(module: nn.Module) -> Optional[str]:
     return None if _liger() is not None else "needs Liger 0.8.5: pip install liger-kernel"
 
 
+# -- which models
+
+
+@functools.cache
+def _takes_labels(own: type) -> bool:
+    return "labels" in signature_of(inspect.unwrap(own.forward)).names
+
+
+def _language_model(model: nn.Module) -> Optional[Tuple[str, nn.Module]]:
+    """The first module with an lm_head that takes labels, and its name."""
+    for name, module in named_modules(model):
+        if module._modules.get("lm_head") is not None and _takes_labels(own_class(module)):
+            return name, module
+    return None
+
+
 def serve_loss(model: nn.Module) -> Optional[Row]:
     """Uses Liger for the model's loss; returns a row of the report, or None without an lm_head."""
-    for name, module in named_modules(model):
-        kind, head = own_class(module), module._modules.get("lm_head")
-        if head is not None and "labels" in inspect.signature(kind.forward).parameters:
-            reason = _why_not(module)
-            if reason is None:
-                serve(module, "loss", _model_forward(kind))
-                serve(head, "loss", _project)
-            by = "Liger's fused linear cross entropy" if reason is None else None
-            return Row(name, kind.__name__, "loss", by, reason)
-    return None
+    found = _language_model(model)
+    if found is None:
+        return None
+    name, module = found
+    kind, reason = own_class(module), _why_not_liger(module)
+    if reason is None:
+        serve(module, "loss", _forward_by_liger(kind))
+        serve(module.lm_head, "loss", _project)
+    by = "Liger's fused linear cross entropy" if reason is None else None
+    return Row(name, kind.__name__, "loss", by, reason)
+
+
+def serve_cross_entropy(model: nn.Module, where: torch.device) -> Optional[Row]:
+    """Uses a kernel for the model's loss; returns a row of the report, or None where the model is
+    left alone."""
+    found = _language_model(model)
+    if found is None or not _is_for_a_kernel(found[1]):
+        return None
+    name, module = found
+    waits = dispatch.forced is None and why_not_on(where, *_OPERATION) is not None
+    if waits and not may_move(where):
+        return None
+    serve(module, "loss", _forward_by_kernel(own_class(module)))
+    return Row(name, own_class(module).__name__, "loss", WAITS if waits else None, None)
+
+
+def _is_for_a_kernel(module: nn.Module) -> bool:
+    """True if the model makes its loss by transformers' next-token cross entropy, and is plain."""
+    if not isinstance(getattr(own_class(module), "loss_function", None), property):
+        return False
+    if not is_next_token_loss(module.loss_function) or why_replaced(module):
+        return False
+    return is_torchs_own(_CROSS_ENTROPY, F.__file__) and not why_partitioned(module)

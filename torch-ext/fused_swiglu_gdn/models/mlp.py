@@ -9,7 +9,7 @@ if the kernels can read these. Everything that can change later is checked at ev
 
 import functools
 import itertools
-from typing import Dict, Iterator, List, NamedTuple, Optional, Tuple, Union
+from typing import Dict, Iterator, Optional, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +17,8 @@ from torch import nn
 
 from ..layers import swiglu
 from ..layers.activations import activation_of
-from ..layers.plain import told, why_not_linear
+from ..layers.plain import told, why_not_linear, why_patched
 from ..layers.swiglu import DROPOUTS, Form, Roles
-from ..layers.untouched import why_patched
 from ..swiglu.reference import ACTIVATIONS
 from .code import Refused, why_odd_class
 from .reader import Source, read
@@ -46,14 +45,9 @@ ROUNDINGS = 4  # the same operations in the same order; a library may yet sum in
 _found: Dict[tuple, Union[Tuple[str, Roles], str]] = {}
 
 
-class GatedMLP(NamedTuple):
-    layer: str  # the name of our layer
-    reason: Optional[str]  # why it is left alone; None if it is served
-    form: Optional[Form] = None
-
-
-def gated_mlp(module: nn.Module) -> Optional[GatedMLP]:
-    """The layer for a gated MLP, or the reason why it is left alone; None if the module is none."""
+def gated_mlp(module: nn.Module) -> Optional[Tuple[str, Optional[str], Optional[Form]]]:
+    """Our layer for a module, why it is left alone or None, and its form; None for a module that is
+    no gated MLP."""
     parts = module._modules
     if len(parts) < 2:
         return None
@@ -65,12 +59,12 @@ def gated_mlp(module: nn.Module) -> Optional[GatedMLP]:
         form = _form(module)
     except Refused as why:
         layer = "SwiGLUGateUp" if "gate_up_proj" in parts else "SwiGLUMLP"
-        return GatedMLP(layer, str(why)) if resembles else None
+        return (layer, str(why), None) if resembles else None
     layer = "SwiGLUGateUp" if form.roles.up is None else "SwiGLUMLP"
     reason = _why_not_parts(module, form.roles)
     if reason is None:
         swiglu.FORMS[form.kind] = form
-    return GatedMLP(layer, reason, form)
+    return layer, reason, form
 
 
 def _form(module: nn.Module) -> Form:
@@ -80,7 +74,7 @@ def _form(module: nn.Module) -> Form:
     biases = {f"{name}.bias" for name in _read_directly(module, source)}
     values = plain_values(module, {*source.reads, *biases} - free)
     key = form_key(module, kind, source, values)
-    key += (tuple((n, _sort(part)) for n, part in module._modules.items()), why_patched())
+    key += (tuple([(n, _sort(part)) for n, part in module._modules.items()]), why_patched())
     found = remembered(_found, key, _find, module, kind, source)
     for name in source.rates:
         if not isinstance(module.__dict__.get(name), (int, float)):
@@ -160,7 +154,7 @@ def _candidates(module: nn.Module, source: Source) -> Iterator[Roles]:
 
 
 def _product(weight: torch.Tensor, bias: Optional[torch.Tensor]) -> functools.partial:
-    """Stub of an nn.Linear."""
+    """A stub of an nn.Linear."""
     made = functools.partial(F.linear, weight=weight, bias=bias)
     made.weight, made.bias = weight, bias
     return made
@@ -172,40 +166,45 @@ def _same(input: torch.Tensor) -> torch.Tensor:
 
 def _why_another_formula(module, kind, source: Source, roles: Roles) -> Optional[str]:
     """Reason if the class's forward differs from the formula in some dtype, size or mode, or
-    None. Each size and each dtype meets each mode; all three in all combinations where the forward
-    could go by them."""
+    None. A forward that goes by neither of them is run twice with each size and each dtype."""
     direct = _read_directly(module, source)
-    without = {name for name in direct if module._modules[name].bias is None}
     goes_by = "training" in source.reads or source.rates or source.checks or source.by_dtype
+    runs = list(itertools.product(enumerate(DTYPES), enumerate(CASES)))
     with quiet():
         for grad in (False, True):
             with torch.set_grad_enabled(grad):
-                for (d, dtype), (c, case) in itertools.product(enumerate(DTYPES), enumerate(CASES)):
-                    modes = [(c + d) // 2 % 2 == 1]
-                    if goes_by:
-                        modes = [False, True]
-                    elif (c + d) % 2 != grad:
-                        continue
-                    reason = _why_not(module, kind, source, roles, dtype, case, without, modes)
-                    if reason is not None:
-                        return reason
+                for (d, dtype), (c, case) in runs:
+                    if goes_by or (d + 2 * grad) % len(CASES) == c:
+                        modes = [False, True] if goes_by else [grad]
+                        reason = _why_not(module, kind, source, roles, direct, dtype, case, modes)
+                        if reason is not None:
+                            return reason
     return None
 
 
-def _why_not(
-    module, kind, source, roles, dtype, case, without: set, modes: List[bool]
-) -> Optional[str]:
-    """The same of one dtype and size; without: parts that have no bias; modes: of training."""
+def _why_not(module, kind, source, roles, direct, dtype, case, modes) -> Optional[str]:
+    """The same of one dtype and size; direct: parts whose weights the forward reads; modes: of
+    training."""
+    twin, x, expected = _problem(module, kind, roles, direct, dtype, case)
+    for training in modes:
+        twin.__dict__["training"] = training
+        reason = _why_not_equal(source.forward, twin, x, expected)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _problem(module, kind, roles, direct, dtype, case) -> tuple:
+    """A probe module, its input, and the formula's output."""
     sizes, K, N, scale = case
     joined = roles.up is None
-    halves = roles.gate, roles.gate if joined else roles.up
-    products = []
+    halves, products = (roles.gate, roles.gate if joined else roles.up), []
     for seed, (name, n, k) in enumerate(zip((*halves, roles.down), (N, N, K), (K, K, N))):
         weight = (random(n, k, seed=seed) * k**-0.5).to(dtype)
-        bias = None if name in without else random(n, seed=10 + seed).to(dtype)
+        biased = name not in direct or module._modules[name].bias is not None
+        bias = random(n, seed=10 + seed).to(dtype) if biased else None
         products.append(_product(weight, bias))
     gate, up, down = products
-    act = MARK if roles.act is not None else ACTIVATIONS[roles.function]
     parts = {roles.down: down, **dict.fromkeys(roles.dropouts, _same)}
     if joined:
         first, second = (gate, up) if roles.gate_first else (up, gate)
@@ -214,6 +213,7 @@ def _why_not(
     else:
         parts.update({roles.gate: gate, roles.up: up})
     twin = twin_of(module, kind, parts)
+    act = MARK if roles.act is not None else ACTIVATIONS[roles.function]
     if roles.act is not None:
         twin.__dict__[roles.act] = act
     twin.__dict__.update(dict.fromkeys(roles.rates, 0.0))
@@ -223,13 +223,7 @@ def _why_not(
         g, u = (g, u) if roles.gate_first else (u, g)
     else:
         g, u = gate(x), up(x)
-    expected = down(act(g) * u)
-    for training in modes:
-        twin.__dict__["training"] = training
-        reason = _why_not_equal(source.forward, twin, x, expected)
-        if reason is not None:
-            return reason
-    return None
+    return twin, x, down(act(g) * u)
 
 
 def _why_not_equal(forward, twin, x: torch.Tensor, expected: torch.Tensor) -> Optional[str]:

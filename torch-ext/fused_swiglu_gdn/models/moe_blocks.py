@@ -1,40 +1,60 @@
 """Routers of transformers' mixtures, and blocks that add a shared expert to routed ones.
 
-router_trial.py and block_trial.py determine what a module computes. The parts of a block are still
-called as modules, so that hooks on them, which record a router's logits or sum over ranks, see the
-same tensors.
+    routed = experts(x, ids, weights), with (_, weights, ids) = router(x)
+    out = routed + sigmoid(gate(x)) * shared(x)
+
+x are the tokens in one dimension. router_trial.py determines what a router computes. The forward of
+a block is read (reader.py) and run with a stub for each part: the assignment of parts whose numbers
+agree with the formula is the right one. The parts of a served block are still called as modules, so
+that hooks on them, which record a router's logits or sum over ranks, see the same tensors.
 """
 
 import functools
+import itertools
 from typing import Callable, Dict, List, NamedTuple, Optional, Tuple, Union
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from ..experts import ops_shared, ops_topk
+from ..experts import ops_shared, ops_topk, reference
 from ..experts.api_topk import fused_topk
-from ..layers.pinned import Pinned
-from ..layers.plain import PLAIN_TENSORS, parameters_of, why_not_tensor
-from ..layers.untouched import torch_unpatched, why_patched
+from ..layers.own_code import Pinned
+from ..layers.plain import (
+    PLAIN_TENSORS,
+    parameters_of,
+    torch_unpatched,
+    why_not_tensor,
+    why_patched,
+)
 from ..runtime import dispatch
 from ..runtime.dtypes import HALF
-from .block_trial import Parts, find_parts, gates_among, sizes_of, with_shared
 from .code import CHOICES, Refused
-from .reader import read
-from .report import Row
+from .reader import Source, read
 from .router_trial import DTYPES, Choice, find_choice, shapes_of, weight_among
-from .serving import (
-    is_of_transformers,
-    is_served,
-    named_modules,
-    own_class,
-    serve,
-    why_not_on,
-    why_replaced,
-)
-from .trial import form_key, only_argument, plain_values, remembered
+from .serving import own_class, why_not_on
+from .stand_ins import features, has_form_of, quiet, random, result_of, twin_of
+from .trial import form_key, only_argument, plain_values, refuse_odd_module, remembered
 
-LAYERS = {Choice: "fused_topk", Parts: "add_shared"}
+
+class Parts(NamedTuple):
+    """The names of a block's parts."""
+
+    gate: str  # of the shared expert
+    router: str
+    experts: str
+    shared: str
+
+
+def with_shared(
+    modules: dict, parts: Parts, x: torch.Tensor, w_gate: torch.Tensor, add_shared: Callable
+) -> torch.Tensor:
+    """The formula; x [B, T, H], w_gate [1, H]."""
+    rows = x.reshape(-1, x.shape[-1])
+    shared = modules[parts.shared](rows)
+    _, weights, ids = modules[parts.router](rows)
+    routed = modules[parts.experts](rows, ids, weights)
+    return add_shared(routed, shared, rows, w_gate.view(-1)).reshape(x.shape)
 
 
 class Form(NamedTuple):
@@ -49,6 +69,27 @@ class Form(NamedTuple):
 
 
 _found: Dict[tuple, Union[Choice, Parts, str]] = {}
+
+
+def router_or_block(module: nn.Module) -> Optional[Tuple[str, Optional[str], Optional[Form]]]:
+    """Our layer for a router, or a block with a shared expert; why it is left alone or None; its
+    form. None for other modules, also those of no known form whose class's name suggests none."""
+    word, layer = ("moe", "add_shared") if module._modules else ("router", "fused_topk")
+    try:
+        form = form_of(module)
+    except Exception as error:
+        if word not in own_class(module).__name__.lower():
+            return None
+        if not isinstance(error, Refused):
+            raise
+        return layer, str(error), None
+    if form is None:
+        return None
+    if isinstance(form.found, Choice):
+        reason = _why_not_tensors(_tensors(module, form.found), form.found)
+    else:
+        reason = _why_not_block(module, form.found)
+    return layer, reason, form
 
 
 def form_of(module: nn.Module) -> Optional[Form]:
@@ -127,7 +168,7 @@ _COMPUTE = {Choice: _choose, Parts: _add_shared}
 
 
 @functools.lru_cache(maxsize=1024)
-def _forward(form: Form) -> Callable:
+def forward_of(form: Form) -> Callable:
     """Returns a forward for the modules of a class: ours, or the class's own for other calls."""
     kind, pinned, guards, checks, argument, found = form
     compute = _COMPUTE[type(found)]
@@ -165,11 +206,6 @@ def _gate_of(block: nn.Module, parts: Parts) -> Optional[torch.Tensor]:
     return weight if bias is None and weight.shape[0] == 1 else None
 
 
-def why_not_router(router: nn.Module, choice: Choice) -> Optional[str]:
-    """Reason why a router of a known class is not replaced, or None."""
-    return _why_not_tensors(_tensors(router, choice), choice)
-
-
 def _why_not_tensors(tensors: tuple, choice: Choice) -> Optional[str]:
     for name, tensor in zip(("its weight", "its bias", "its bias"), tensors):
         reason = why_not_tensor(tensor)
@@ -197,38 +233,80 @@ def _why_not_block(block: nn.Module, parts: Parts) -> Optional[str]:
     return _why_not_dtype(w_gate, ops_shared.FAMILY, "shared_fwd")
 
 
-_WHY_NOT = {Choice: why_not_router, Parts: _why_not_block}
+# -- the equivalence check of blocks
+
+# leading sizes of x, its dtype, and the roundings that two ways to the same numbers are apart
+CASES = (
+    ((1, 1), torch.float64, 8), ((2, 3), torch.float64, 8), ((3, 1), torch.float32, 8),
+    ((2, 5), torch.bfloat16, 4), ((4, 2), torch.float16, 4),
+)  # fmt: skip
 
 
-def serve_blocks(model: nn.Module) -> List[Row]:
-    """Replaces all routers, and blocks with a shared expert, of a known form."""
-    rows = []
-    for name, module in named_modules(model):
-        kind = type(module)
-        if len(kind.__bases__) == 1 and kind.__module__.startswith("torch."):
-            continue  # most modules of a model
-        if len(kind.__bases__) == 1 or not is_served(module):
-            rows.append(_serve(name, module))
-    return [row for row in rows if row is not None]
+def gates_among(module: nn.Module) -> List[str]:
+    """The parts of a module of four or more that have one output, as gates of shared experts."""
+    parts = module._modules
+    if len(parts) < len(Parts._fields):
+        return []
+    return [name for name, part in parts.items() if features(part)[1:] == (1,)]
 
 
-def _serve(name: str, module: nn.Module) -> Optional[Row]:
-    """Replaces a module of a known form. Others get a row of the report if their class's name
-    suggests it."""
-    kind = own_class(module)
-    try:
-        form = form_of(module)
-    except Exception as error:  # a module of a kind never seen must not stop the others
-        word, layer = ("moe", "add_shared") if module._modules else ("router", "fused_topk")
-        if word not in kind.__name__.lower():
-            return None
-        known = isinstance(error, Refused)
-        reason = str(error) if known else f"looking at it raises {type(error).__name__}"
-        return Row(name, kind.__name__, layer, None, reason, is_of_transformers(module))
-    if form is None:
-        return None
-    layer = LAYERS[type(form.found)]
-    reason = why_replaced(module) or _WHY_NOT[type(form.found)](module, form.found)
-    if reason is None:
-        serve(module, layer, _forward(form))
-    return Row(name, type(module).__name__, layer, None, reason)
+def sizes_of(module: nn.Module) -> tuple:
+    return tuple((name, features(part)) for name, part in module._modules.items())
+
+
+def find_parts(module: nn.Module, kind: type, source: Source, values: dict) -> Parts:
+    """Finds the role of each part; raises Refused."""
+    refuse_odd_module(module, kind, source, source.parts, "__call__")
+    names = [name for name in source.parts if name in module._modules]
+    for gate in gates_among(module):
+        others = [name for name in names if name != gate]
+        if gate in names and len(others) == len(source.parts) - 1 == 3:
+            for order in itertools.permutations(others):
+                parts = Parts(gate, *order)
+                if _computes(module, kind, source, parts):
+                    return parts
+    raise Refused("its forward is another formula")
+
+
+def _computes(module: nn.Module, kind: type, source: Source, parts: Parts) -> bool:
+    H = features(module._modules[parts.gate])[0]
+    modes = (False, True) if "training" in source.reads else (module.training,)
+    with quiet():
+        for (sizes, dtype, roundings), training in itertools.product(CASES, modes):
+            x, w_gate = random(*sizes, H, seed=1).to(dtype), random(1, H).to(dtype)
+            log: list = []
+            stubs = _stubs(parts, H, dtype, log)
+            expected, mine = with_shared(stubs, parts, x, w_gate, reference.shared_fwd), sorted(log)
+            log.clear()
+            stubs[parts.gate] = lambda x: F.linear(x, w_gate)  # noqa: B023
+            twin = twin_of(module, kind, stubs)
+            twin.__dict__["training"] = training
+            try:
+                found = result_of(source.forward, twin, x)
+            except Refused:
+                return False
+            limit = roundings * torch.finfo(dtype).eps * expected.abs().max()
+            if sorted(log) != mine or not has_form_of(found, dtype, x.shape):
+                return False
+            if not (found - expected).abs().max() <= limit:
+                return False
+    return True
+
+
+def _stubs(parts: Parts, H: int, dtype: torch.dtype, log: list) -> Dict[str, Callable]:
+    """Distinct functions of rows [T, H] for the parts; their calls are logged."""
+    a, b, c = random(3, H, seed=2).to(dtype)
+
+    def router(x, /):
+        log.append((parts.router, x.ndim))
+        return x.sum(-1, keepdim=True), torch.tanh(x * b), (x * c).argsort(-1)
+
+    def experts(x, ids, weights, /):
+        log.append((parts.experts, x.ndim))
+        return torch.sin(x * b) * weights + torch.cos(ids.to(x.dtype))
+
+    def shared(x, /):
+        log.append((parts.shared, x.ndim))
+        return torch.atan(x * a + b)  # not odd: a change of two signs is another function
+
+    return {parts.router: router, parts.experts: experts, parts.shared: shared}

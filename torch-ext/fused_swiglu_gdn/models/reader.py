@@ -17,8 +17,7 @@ from typing import Callable, Dict, FrozenSet, Iterable, List, NamedTuple, Option
 import torch
 from torch import nn
 
-from ..layers.own_code import peeled
-from ..layers.pinned import Pinned, found_at
+from ..layers.own_code import Pinned, found_at, peeled
 from .body import Body
 from .code import Refused, Signature, members_of, signature_of, source_of
 from .values import (
@@ -75,7 +74,7 @@ def read(
         known = _read(kind, module, body=body)
         sources = _sources.get((kind, body), ())
         _sources[kind, body] = [*(s for s in sources if s.pinned.unchanged()), known]
-    if not known.pinned.unchanged(module):
+    if not module.__dict__.keys().isdisjoint(known.pinned.methods):
         raise Refused("it has methods of its own, which its class has not")
     for path in known.tensors:
         if not isinstance(found_at(module, path), torch.Tensor):
@@ -138,7 +137,7 @@ def _read(
         reader.by_dtype, reader.by_words,
         tuple((held, value) for held, value, _ in reader.decided.values()),
         tuple(sorted(reader.tensors)),
-        frozenset().union(*(paths for _, _, paths in reader.decided.values())), dict(reader.more),
+        frozenset().union(*[paths for _, _, paths in reader.decided.values()]), dict(reader.more),
         frozenset(reader.hooked),
     )  # fmt: skip
 
@@ -267,7 +266,7 @@ class Reader:
         first, *others = [a.arg for a in (*args.posonlyargs, *args.args)] or [None]
         if first is None:
             raise Refused("its forward takes no self")
-        env = {name: Given(name) for name in (*others, *(a.arg for a in args.kwonlyargs))}
+        env = {name: Given(name) for name in others + [a.arg for a in args.kwonlyargs]}
         self.named = frozenset(env)
         for name, value in signature_of(plain).defaults.items():
             if name in self.fixed and isinstance(value, CONSTANTS):
@@ -322,8 +321,8 @@ class Reader:
     def bound(self, given: ast.arguments, args: list, words: Words, defaults: dict) -> dict:
         """The arguments of a call by their names."""
         first = [a.arg for a in given.posonlyargs]
-        names = [*first, *(a.arg for a in given.args)]
-        keywords = [*names[len(first) :], *(a.arg for a in given.kwonlyargs)]
+        names = first + [a.arg for a in given.args]
+        keywords = names[len(first) :] + [a.arg for a in given.kwonlyargs]
         env, more = dict(zip(names, args)), {}
         if len(args) > len(names) and given.vararg is None:
             raise Refused("its forward calls a function with too many arguments")

@@ -11,28 +11,29 @@ from typing import Callable, NamedTuple, Optional, Union
 from torch import nn
 
 from ..layers import attention, decoder, fp8, gdn, kda, norm, swiglu
+from . import moe_blocks
 from .attention_trial import attention_form, is_attention
 from .code import Refused
 from .formats import format_of
-from .fp8_linear import fp8_form, is_fp8_linear, why_not_fp8
-from .gated_delta_net import gated_delta_net, is_gated_delta_net
-from .kimi_delta_attention import is_kimi_delta_attention, kimi_delta_attention
+from .fp8_linear import fp8_linear, is_fp8_linear
+from .gated_delta_net import gated_delta_net
+from .kimi_delta_attention import kimi_delta_attention
 from .layer_trial import is_decoder_layer, layer_form
 from .mlp import gated_mlp
+from .moe_blocks import router_or_block
 from .norm_trial import norm_form
-from .serving import is_of_transformers, is_served, own_class, why_replaced
-from .sharded import why_partitioned
+from .serving import is_of_transformers, is_served, own_class, serve, why_partitioned, why_replaced
 
 Form = Union[
     swiglu.Form, norm.NormForm, attention.AttentionForm, decoder.LayerForm, fp8.Fp8Form,
-    gdn.GdnForm, kda.KdaForm,
+    gdn.GdnForm, kda.KdaForm, moe_blocks.Form,
 ]  # fmt: skip
 # what kernelize can be asked for: `only` and `skip`
 KINDS = ("mlp", "gdn", "kda", "norm", "attention", "layer", "linear", "experts", "loss")
-_FORWARDS = {
-    "mlp": swiglu.forward_of, "norm": norm.forward_of, "attention": attention.forward_of,
-    "layer": decoder.forward_of, "linear": fp8.forward_of, "gdn": gdn.forward_of,
-    "kda": kda.forward_of,
+# the modules that have the forward of a form, forward_of(form)
+_HOMES = {
+    "mlp": swiglu, "norm": norm, "attention": attention, "layer": decoder, "linear": fp8,
+    "gdn": gdn, "kda": kda, "experts": moe_blocks,
 }  # fmt: skip
 
 
@@ -43,34 +44,26 @@ class Finding(NamedTuple):
     form: Optional[Form] = None  # which of its attributes are what
     unknown: bool = False  # the reason is what transformers has made its class
 
-    @property
-    def forward(self) -> Callable:
-        """Ours, for the module."""
-        return _FORWARDS[self.kind](self.form)
-
 
 def recognise(module: nn.Module) -> Optional[Finding]:
     """Returns what our layers can do for a module; None if it is nothing like what they replace."""
     own = own_class(module)
-    found = format_of(own)
-    if found is not None:
-        return Finding(found.kind, found.layer, found.reason)
+    quantised = format_of(own)
+    if quantised is not None:
+        return Finding(quantised.kind, quantised.layer, quantised.reason)
     for find, kind, layer in _finders_of(own, bool(module._modules)):
         try:
-            finding = find(module)
-            if finding is None:
+            found = find(module)
+            if found is None:
                 continue
             reason = None
             if not is_served(module):
                 reason = why_replaced(module, kind == "linear") or why_partitioned(module)
         except Exception as error:  # a module of a kind never seen must not stop the others
-            finding = Finding(kind, layer, f"looking at it raises {type(error).__name__}")
-            reason = None
-        if reason is not None:
-            return finding._replace(reason=reason)
-        if finding.reason is None or finding.form is not None:
-            return finding
-        return finding._replace(unknown=is_of_transformers(module))
+            found, reason = (layer, f"looking at it raises {type(error).__name__}", None), None
+        layer, why, form = found
+        unknown = reason is None and why is not None and form is None
+        return Finding(kind, layer, reason or why, form, unknown and is_of_transformers(module))
     return None
 
 
@@ -87,66 +80,46 @@ def _finders_of(kind: type, with_parts: bool) -> tuple:
     name = kind.__name__.lower()
     gated = "rmsnorm" in name and "gated" in name
     fits = {"norm": "norm" in name and not gated, "linear": is_fp8_linear(kind)}
+    fits["experts"] = not kind.__module__.startswith("torch.")
     return tuple([row for row in _FINDERS if fits.get(row[1], with_parts)])
 
 
-def _mlp(module: nn.Module) -> Optional[Finding]:
-    found = gated_mlp(module)
-    return None if found is None else Finding("mlp", *found)
+def _by_trial(layer: str, form_of: Callable, may_be: Optional[Callable] = None) -> Callable:
+    """Finds modules by a function that gives a form, or raises Refused with the reason why not."""
 
-
-def _gdn(module: nn.Module) -> Optional[Finding]:
-    if is_gated_delta_net(module):
-        return Finding("gdn", *gated_delta_net(module))
-    return None
-
-
-def _kda(module: nn.Module) -> Optional[Finding]:
-    if is_kimi_delta_attention(module):
-        return Finding("kda", *kimi_delta_attention(module))
-    return None
-
-
-def _linear(module: nn.Module) -> Finding:
-    form = fp8_form(own_class(module))
-    if isinstance(form, str):
-        return Finding("linear", "FP8Linear", form)
-    return Finding("linear", "FP8Linear", why_not_fp8(module), form)
-
-
-def _by_trial(
-    kind: str, layer: str, form_of: Callable, may_be: Optional[Callable] = None
-) -> Callable:
-    def find(module: nn.Module) -> Optional[Finding]:
+    def find(module: nn.Module) -> Optional[tuple]:
         if may_be is not None and not may_be(module):
             return None
         try:
-            return Finding(kind, layer, None, form_of(module))
+            return layer, None, form_of(module)
         except Refused as why:
             told = may_be is not None or "rmsnorm" in own_class(module).__name__.lower()
-            return Finding(kind, layer, str(why)) if told else None
+            return (layer, str(why), None) if told else None
 
     return find
 
 
-# how a kind of module is found; the kind, and the name of ours
+# (layer, reason why it is left alone, form) of a module, or None; the kind; the name of ours
 _FINDERS = (
-    (_mlp, "mlp", "SwiGLUMLP"),
-    (_gdn, "gdn", "GatedDeltaNet"),
-    (_kda, "kda", "KimiDeltaAttention"),
-    (_by_trial("norm", "RMSNorm", norm_form), "norm", "RMSNorm"),
-    (_by_trial("attention", "Attention", attention_form, is_attention), "attention", "Attention"),
-    (_by_trial("layer", "DecoderLayer", layer_form, is_decoder_layer), "layer", "DecoderLayer"),
-    (_linear, "linear", "FP8Linear"),
+    (gated_mlp, "mlp", "SwiGLUMLP"),
+    (gated_delta_net, "gdn", "GatedDeltaNet"),
+    (kimi_delta_attention, "kda", "KimiDeltaAttention"),
+    (_by_trial("RMSNorm", norm_form), "norm", "RMSNorm"),
+    (_by_trial("Attention", attention_form, is_attention), "attention", "Attention"),
+    (_by_trial("DecoderLayer", layer_form, is_decoder_layer), "layer", "DecoderLayer"),
+    (fp8_linear, "linear", "FP8Linear"),
+    (router_or_block, "experts", "fused_topk"),
 )
 
 
-def remember(module: nn.Module, finding: Finding) -> None:
-    """Lets others know the form of a served module: forwards that `kernels` binds, and attention
-    modules and layers, which read weights of their parts."""
-    if finding.kind == "mlp":
-        swiglu.FORMS[type(module)] = finding.form
-    elif finding.kind == "norm":
-        norm.FORMS[type(module)] = finding.form
-    elif finding.kind == "linear":
-        fp8.FORMS[type(module)] = finding.form
+def replace(module: nn.Module, finding: Finding, replay: int) -> None:
+    """Gives a module the forward of ours that was found for it.
+
+    The form is noted by the module's new class for forwards that `kernels` binds, and for attention
+    modules and layers, which read weights of their parts.
+    """
+    home = _HOMES[finding.kind]
+    replay_rows = replay if finding.kind == "gdn" else 0
+    serve(module, finding.layer, home.forward_of(finding.form), replay_rows)
+    if finding.kind in ("mlp", "norm", "linear"):
+        home.FORMS[type(module)] = finding.form

@@ -4,15 +4,21 @@ As the forward belongs to the class, copies (copy.copy, copy.deepcopy, replicas 
 served too, each with its own weights, and code that binds the class's forward to the module again
 (as `kernels` does without a kernel) binds this one. A pickle holds the module's own class, so
 that it can be read where this package is not.
+
+Weights may be sharded then: FSDP2 gathers a module's weights before its forward, so they are plain
+tensors there. ZeRO-3 gathers them by hooks on every module, so a kernel that reads weights cannot
+rely on them.
 """
 
+import contextlib
 import copy
 import copyreg
 import functools
 import logging
+import sys
 import warnings
 from types import MethodType
-from typing import Callable, Dict, List, Optional, Tuple
+from typing import Callable, Dict, Iterator, List, Optional, Tuple
 
 import torch
 from torch import nn
@@ -96,10 +102,13 @@ def _around(kind: type) -> Optional[type]:
     return first if others and first.__module__.startswith("torch.distributed.") else None
 
 
-def _inner(module: nn.Module) -> type:
-    """The module's class without that."""
-    kind = type(module)
-    return kind if _around(kind) is None else kind.__bases__[1]
+@functools.lru_cache(maxsize=4096)
+def _own(kind: type) -> Tuple[type, bool]:
+    """A class without what torch.distributed and serve() have put before it; whether the latter
+    has."""
+    kind = kind if _around(kind) is None else kind.__bases__[1]
+    served = kind.__bases__[0] is Served
+    return (kind.__bases__[1] if served else kind), served
 
 
 # the subclasses of torch.distributed's and a module's class that were met or made
@@ -109,7 +118,7 @@ _wrapped: Dict[Tuple[type, type], type] = {}
 def _set_inner(module: nn.Module, inner: type) -> None:
     """Changes the module's class, but for what torch.distributed has put before it."""
     outer = type(module)
-    around = _around(outer)
+    around = _around(outer) if len(outer.__bases__) > 1 else None
     if around is not None:
         _wrapped[around, outer.__bases__[1]] = outer
         if (around, inner) not in _wrapped:
@@ -138,14 +147,11 @@ def named_modules(model: nn.Module) -> List[Tuple[str, nn.Module]]:
 
 def own_class(module: nn.Module) -> type:
     """The module's class, whether it is served or not, and sharded by FSDP2 or not."""
-    kind = type(module)
-    if len(kind.__bases__) > 1:  # as both of them make it
-        kind = _inner(module)
-    return kind.__bases__[1] if kind.__bases__[0] is Served else kind
+    return _own(type(module))[0]
 
 
 def is_served(module: nn.Module) -> bool:
-    return len(type(module).__bases__) > 1 and _inner(module).__bases__[0] is Served
+    return _own(type(module))[1]
 
 
 def is_of_transformers(module: nn.Module) -> bool:
@@ -203,13 +209,11 @@ def say_once(kind: str, implementation: str, reason: str) -> None:
     logger.warning("%s is computed by transformers' %s: %s", kind, implementation, reason)
 
 
-def why_nowhere(where: torch.device, family: str, operation: str) -> Optional[str]:
-    """No kernel can serve a module that is there, so its own forward is to stay: ours would ask in
-    every call, for microseconds. A model on the CPU of a machine with a GPU may be on its way
-    there, as in training that moves it, so it is served."""
-    if dispatch.forced is not None or where.type == "cpu" and device.has_gpu():
-        return None
-    return why_not_on(where, family, operation)
+def may_move(where: torch.device) -> bool:
+    """A model on the CPU of a machine with a GPU may be on its way there, as in training that moves
+    it, so its modules are served. Elsewhere, without a kernel, a module's own forward is to stay:
+    ours would ask in every call, for microseconds."""
+    return where.type == "cpu" and device.has_gpu()
 
 
 def why_replaced(module: nn.Module, shards: bool = False) -> Optional[str]:
@@ -235,3 +239,70 @@ def why_replaced(module: nn.Module, shards: bool = False) -> Optional[str]:
         return "has an accelerate hook (offloading, or several devices)"
     where = getattr(function, "__module__", None) or type(function).__module__
     return f"its forward is replaced already, by {where}"
+
+
+# -- weights that are sharded
+
+
+@contextlib.contextmanager
+def as_gathered(model: nn.Module) -> Iterator[None]:
+    """Replaces weights that FSDP2 shards by tensors without values, of the whole weight's shape.
+
+    Replaced layers check their weights at every call, so one that stays sharded in the forward (as
+    with tensor parallelism below FSDP2) runs the module's own forward.
+    """
+    kept, stand_ins = [], {}
+    for module in _below_fsdp(model):
+        for name, x in module._parameters.items():
+            if _gathered_in_forward(x):
+                kept.append((module, name, x))
+    try:
+        for module, name, x in kept:
+            module._parameters[name] = _stand_in(x, stand_ins)
+        yield
+    finally:
+        for module, name, x in kept:
+            module._parameters[name] = x
+
+
+def _below_fsdp(model: nn.Module) -> Iterator[nn.Module]:
+    """Yields modules on which fully_shard was called, and the modules inside them."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    if kind is None:
+        return
+    for _, module in named_modules(model):
+        if isinstance(module, kind):
+            for _, inside in named_modules(module):
+                yield inside
+
+
+def _gathered_in_forward(x: object) -> bool:
+    """True for a DTensor that fully_shard made of a plain tensor.
+
+    It is sharded over one dimension of a mesh, and with two (hybrid sharding) replicated along the
+    other.
+    """
+    placements = getattr(x, "placements", None)
+    if placements is None or not hasattr(x, "device_mesh"):
+        return False
+    *replicas, last = placements
+    return len(replicas) < 2 and last.is_shard() and all(p.is_replicate() for p in replicas)
+
+
+def _stand_in(x: torch.Tensor, known: Dict[int, torch.Tensor]) -> torch.Tensor:
+    """A plain tensor with shape, dtype and device of x, and the memory of one row."""
+    if id(x) not in known:
+        row = torch.empty(x.shape[-1:], dtype=x.dtype, device=x.device_mesh.device_type)
+        known[id(x)] = row.expand(x.shape).requires_grad_(x.requires_grad)
+    return known[id(x)]
+
+
+def why_partitioned(module: nn.Module) -> Optional[str]:
+    """Reason if its weights are elsewhere until a hook of DeepSpeed gathers them, or None."""
+    parts = [module]
+    for part in parts:  # which grows
+        for x in part._parameters.values():
+            if hasattr(x, "ds_id"):
+                return "is partitioned by ZeRO-3"
+        parts += filter(None, part._modules.values())
+    return None

@@ -41,13 +41,18 @@ class Raises(Refused):
         self.error = error
 
 
-@contextlib.contextmanager
-def quiet():
+def quiet() -> contextlib.AbstractContextManager:
     """Disables gradients and autocast and selects the CPU, whatever the user's settings are."""
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    loud = any(modes) or torch.is_autocast_enabled("cpu") or torch._C._len_torch_function_stack()
+    return _quietly() if loud else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _quietly():
     # without a mode, tensors are made on the CPU
     on_cpu = not torch._C._len_torch_function_stack()
     device = contextlib.nullcontext() if on_cpu else torch.device("cpu")
-    random.cache_clear()
     with torch.inference_mode(False), torch.no_grad(), device:
         with torch.autocast("cpu", enabled=False):
             yield
@@ -110,6 +115,10 @@ def _bare() -> dict:
 
 def features(part: Optional[nn.Module]) -> tuple:
     """The sizes of a projection, wrapped or not; () of any other part."""
+    kind = type(part)
+    plain = kind is nn.Module or getattr(kind, "__getattr__", None) is nn.Module.__getattr__
+    if plain and "in_features" not in part.__dict__ and not hasattr(kind, "in_features"):
+        return ()  # without nn.Module's search
     size = getattr(part, "in_features", None)
     if isinstance(size, int):
         other = getattr(part, "out_features", None)
@@ -135,37 +144,17 @@ class KeepsFp64(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-class Norm:
-    """An RMS norm with a weight of the length of the norm that it replaces."""
+class Part:
+    """A stub of a projection, of rank 3, so that the module's own sizes cost nothing, with a bias;
+    or, with one size, of an RMS norm with a weight. It logs its calls in its trial's log."""
 
-    def __init__(self, size: int, seed: int):
-        self.weight = random(size, seed=seed) + 1.5
-
-    def __call__(self, x):
-        if x.shape[-1] != len(self.weight):
-            raise Refused("it norms over another width than its weight's")
-        return rms(x) * self.weight.to(x.dtype)
-
-
-class Product:
-    """A projection of rank 3, so that the module's own sizes cost nothing, with a bias."""
-
-    def __init__(self, features_in: int, features_out: int, seed: int):
-        self.features = features_in, features_out
-        self.a = random(features_in, 3, seed=seed)
-        self.b = random(features_out, 3, seed=seed + 1)
-        self.bias = random(features_out, seed=seed + 2)
-
-    def __call__(self, input):  # by the name that nn.Linear has for it
-        dtype = input.dtype
-        return F.linear(input @ self.a.to(dtype), self.b.to(dtype), self.bias.to(dtype))
-
-
-class Logged:
-    """A part of an attention module that logs its inputs in the trial's current log."""
-
-    def __init__(self, name: str, part: Callable, trial):
-        self.name, self.part, self.trial = name, part, trial
+    def __init__(self, name: str, sizes: tuple, seed: int, trial=None):
+        self.name, self.sizes, self.trial = name, sizes, trial
+        if len(sizes) == 1:
+            self.weight = random(*sizes, seed=seed) + 1.5
+        else:
+            self.a, self.b = (random(n, 3, seed=seed + i) for i, n in enumerate(sizes))
+            self.bias = random(sizes[1], seed=seed + 2)
 
     def __call__(self, *args, **words):
         if len(args) + len(words) != 1:
@@ -173,8 +162,15 @@ class Logged:
         (x,) = (*args, *words.values())
         if type(x) is not torch.Tensor:
             read_by(x, self.name)
-        y = self.part(x)
-        self.trial.log.append((self.name, x, y))
+        dtype = x.dtype
+        if len(self.sizes) > 1:
+            y = F.linear(x @ self.a.to(dtype), self.b.to(dtype), self.bias.to(dtype))
+        elif x.shape[-1:] != self.sizes:
+            raise Refused("it norms over another width than its weight's")
+        else:
+            y = rms(x) * self.weight.to(dtype)
+        if self.trial is not None:
+            self.trial.log.append((self.name, x, y))
         return y
 
 

@@ -5,9 +5,8 @@ from typing import Callable, Dict, FrozenSet, Iterable, Optional, Tuple
 
 from torch import nn
 
-from ..layers.forward import PLAIN_VALUES, Arguments
-from ..layers.pinned import found_at
-from ..layers.words import Word
+from ..layers.forward import PLAIN_VALUES, Arguments, Word
+from ..layers.own_code import found_at
 from .code import Refused, members_of, why_odd_class
 from .reader import Source
 from .stand_ins import Opaque, Opaques, Raises, Read, name_of
@@ -28,9 +27,9 @@ def only_argument(source: Source) -> str:
 
 def plain_values(module: nn.Module, reads: Iterable[str]) -> dict:
     """The values of those attributes that are numbers, words, flags or None, by their paths."""
-    values, attributes = {}, module.__dict__
+    values, known = {}, {**module._parameters, **module.__dict__}
     for path in sorted(reads):
-        value = attributes[path] if path in attributes else found_at(module, path)
+        value = known[path] if path in known else found_at(module, path)
         if value is None or isinstance(value, PLAIN_VALUES):
             values[path] = value
     return values
