@@ -8,8 +8,10 @@ hash of the sources, so that no two different builds meet in one process under o
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
+import os
 import pathlib
 import shutil
 import sys
@@ -174,16 +176,37 @@ def contents(folder):
     }
 
 
+@contextlib.contextmanager
+def only_process(folder):
+    """One process at a time goes on in here, where the system has locks of files."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
 def build(root=ROOT, out=None, repo_id=None):
     """Writes `out` (root/build) whole or not at all; returns the identity in its builds' ids.
 
     What is there and would be written again stays, as another process may be loading it.
     """
     root, out = pathlib.Path(root), pathlib.Path(out or root / "build")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with only_process(out.parent):
+        return write_build(root, out, repo_id)
+
+
+def write_build(root, out, repo_id):
     config, backends = read_config(root)
     source = provenance(root)
     identity = unique_id(root, config, source)
-    out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".build-") as scratch:
         new = pathlib.Path(scratch) / "build"
         for backend in backends:

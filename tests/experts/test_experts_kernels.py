@@ -296,20 +296,27 @@ def test_gates(activation, limit):
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_errors_are_no_larger_than_transformers(sizes, dtype):
-    """In every form of the kernels; of a few numbers (dweights) the error is chance."""
+    """In every form of the kernels. A few rows are rounded a few times: one draw is chance."""
     pytest.importorskip("transformers.integrations.moe")
-    p = problem(*sizes, dtype, "cuda")
-    p = p._replace(weights=p.weights.to(dtype))
-    dout = torch.randn_like(p.x)
-    mine = (forward(p), *backward(p, dout)[1])
-    leaves = [t.detach().requires_grad_() for t in (*p[:3], p.weights)]
-    out = by_grouped_mm(p._replace(**dict(zip(("x", "w_gate_up", "w_down", "weights"), leaves))))
-    theirs = (out.detach(), *torch.autograd.grad(out, leaves, dout))
-    for name, a, b, exact in zip(("out", *NAMES), mine, theirs, (answer(p), *gradients(p, dout))):
-        if exact.numel() > 1000:
-            errors = relative_error(a, exact), relative_error(b, exact)
-            # sums in another order round a few of these numbers otherwise: 1.03 was seen in fp16
-            assert errors[0] <= 1.05 * errors[1], f"{name}: {errors}"
+    draws = 16 if sizes[0] * sizes[1] < 100 else 1
+    names = ("out", *NAMES[:4])
+    squares = torch.zeros(draws, 2, len(names), dtype=torch.float64)
+    for draw in range(draws):
+        p = problem(*sizes, dtype, "cuda", seed=draw)
+        p = p._replace(weights=p.weights.to(dtype))
+        dout = torch.randn_like(p.x)
+        mine = (forward(p), *backward(p, dout)[1])
+        leaves = [t.detach().requires_grad_() for t in (*p[:3], p.weights)]
+        its = dict(zip(("x", "w_gate_up", "w_down", "weights"), leaves))
+        out = by_grouped_mm(p._replace(**its))
+        theirs = (out.detach(), *torch.autograd.grad(out, leaves, dout))
+        exact = (answer(p), *gradients(p, dout))
+        for side, found in enumerate((mine, theirs)):
+            for name, (a, b) in enumerate(zip(found, exact)):
+                squares[draw, side, name] = relative_error(a, b) ** 2
+    errors = squares.mean(0).sqrt()
+    for name, ours, others in zip(names, *errors.tolist()):
+        assert ours <= others, f"{name}: {ours} over {others}"
 
 
 @pytest.mark.gpu

@@ -144,6 +144,18 @@ def test_a_build_that_would_be_the_same_stays(copy, built):
     assert contents(out) == contents(built.root / "build")
 
 
+def test_builds_at_the_same_time_write_the_same(tmp_path):
+    """What one of them writes for a moment is no uncommitted change to another."""
+    checkout = Checkout(tmp_path / "repo")
+    command = [sys.executable, str(checkout.root / "tools" / "build.py")]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    processes = [subprocess.Popen(command, cwd=checkout.root, **pipes) for _ in range(4)]
+    said = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4, said
+    assert len(set(said)) == 1 and "dirty" not in said[0]
+    assert (checkout.root / "build" / "torch-cuda" / "metadata.json").exists()
+
+
 def test_uncommitted_changes_are_marked_and_named_by_content(tmp_path):
     checkout = Checkout(tmp_path / "repo")
     ids = []

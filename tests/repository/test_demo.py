@@ -1,5 +1,7 @@
 """Output of `make demo` on a machine without a GPU, with smaller models."""
 
+import functools
+import inspect
 import re
 import sys
 from types import SimpleNamespace
@@ -40,6 +42,8 @@ def test_the_demo_on_a_cpu(demo, capsys):
     assert re.match(r"torch \S+, transformers \S+, cpu \(\d+ cores\)", head)
     for model in (llama, qwen):
         assert "3 greedy tokens x 2 prompts    identical" in model
+        before, after = re.search(r"beside fp64 +(\S+) before, (\S+) after", model).groups()
+        assert 0 < float(before) < 1e-3 and 0 < float(after) < 1e-3
         assert len(re.findall("left alone", model)) == 1, "one line for all modules"
         assert "modules left alone: there are no kernels for cpu" in model
     assert "nothing to time: no module was replaced" in llama and "speed-up" not in llama
@@ -58,3 +62,27 @@ def test_a_demo_that_finds_another_result_fails(demo, capsys, monkeypatch, kerne
     monkeypatch.setattr(demo, "load_kernel", lambda: SimpleNamespace(kernelize=another))
     assert demo.main() == 1
     assert "identical" not in capsys.readouterr().out
+
+
+def test_the_yardstick_is_the_torch_code_of_transformers(demo, monkeypatch):
+    """Not that of a package which transformers has found, nor ours."""
+    module = sys.modules[type(demo.random_model("Qwen3.5", "cpu")).__module__]
+    name = "torch_chunk_gated_delta_rule"
+    own = inspect.unwrap(getattr(module, name))
+
+    @functools.wraps(own)
+    def rounded(*args, **kwargs):
+        out, state = own(*args, **kwargs)
+        return out.to(torch.bfloat16).to(out.dtype), state
+
+    monkeypatch.setattr(module, name, rounded)
+    model = demo.random_model("Qwen3.5", "cpu")
+    ids = torch.randint(1, 4096, (1, 70))
+    with torch.no_grad():
+        found = model(ids).logits
+        with demo.torch_code(model):
+            exact = model(ids).logits
+        assert torch.equal(model(ids).logits, found), "put back"
+    monkeypatch.setattr(module, name, own)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, exact) and not torch.equal(found, exact)

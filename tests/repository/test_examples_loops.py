@@ -58,7 +58,7 @@ def test_qlora(example, kernel, capsys):
     before, after = example("finetune_lora").run(kernel, "cpu", 3, four_bits=True)
     assert len(after) == 3 and after == pytest.approx(before, rel=1e-4) and after[-1] < after[0]
     said = capsys.readouterr().out
-    assert "DecoderLayer" in said and "left alone: 4 bits by bitsandbytes" in said
+    assert "DecoderLayer" in said and "left alone: quantised to 4 bits by bitsandbytes" in said
 
 
 def test_serving(example, kernel, capsys):
