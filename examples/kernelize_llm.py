@@ -8,15 +8,15 @@ have the same weights and are timed in turns, so that a busy machine is unfair t
 """
 
 import argparse
-import contextlib
 import copy
-import inspect
+import importlib.util
 import logging
 import statistics
 import sys
 import time
 from collections import Counter
 from functools import partial
+from unittest import mock
 
 import parts
 import torch
@@ -148,22 +148,18 @@ def generated(model, ids):
     return model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
 
 
-@contextlib.contextmanager
-def torch_code(model):
-    """transformers calls its own torch functions in here, where FLA is installed, too."""
-    module = inspect.getmodule(type(model))
-    wrapped = {
-        name: value
-        for name, value in vars(module).items()
-        if inspect.isfunction(value) and hasattr(value, "__wrapped__")
-    }
-    try:
-        for name, value in wrapped.items():
-            setattr(module, name, inspect.unwrap(value))
-        yield
-    finally:
-        for name, value in wrapped.items():
-            setattr(module, name, value)
+def in_fp64(model):
+    """A copy in fp64 by transformers' torch code. Where FLA is installed, the code of the model
+    calls FLA's kernels, which know no fp64: it is loaded once more, without FLA."""
+    found = importlib.util.find_spec(type(model).__module__)
+    spec = importlib.util.spec_from_file_location(f"{found.name}_in_torch", found.origin)
+    module = importlib.util.module_from_spec(spec)
+    with mock.patch.dict(sys.modules, {"fla": None, "causal_conv1d": None, spec.name: module}):
+        spec.loader.exec_module(module)
+    with torch.device(model.device):
+        copied = getattr(module, type(model).__name__)(model.config)
+    copied.load_state_dict(model.state_dict())
+    return copied.double().eval()
 
 
 @torch.no_grad()
@@ -174,8 +170,7 @@ def same_results(models, texts) -> bool:
     FLA's kernels, which transformers takes where they are installed, round fp32 to TF32: the second
     may be nearer to fp64. Tokens may differ only where both are next to equally likely in fp64.
     """
-    with torch_code(models[0]):
-        exact = copy.deepcopy(models[0]).double()(texts[0]).logits
+    exact = in_fp64(models[0])(texts[0]).logits
     logits = [model(texts[0]).logits for model in models]
     difference, largest = (logits[0] - logits[1]).abs().max().item(), exact.abs().max().item()
     print(f"  largest difference of logits   {difference:.1e}   (logits up to {largest:.1f})")

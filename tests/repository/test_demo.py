@@ -1,15 +1,14 @@
 """Output of `make demo` on a machine without a GPU, with smaller models."""
 
-import functools
-import inspect
 import re
 import sys
+import types
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-from conftest import load_example, submodule
+from conftest import load_example, relative_error, submodule
 
 pytest.importorskip("transformers")
 pytest.importorskip("kernels")
@@ -64,25 +63,16 @@ def test_a_demo_that_finds_another_result_fails(demo, capsys, monkeypatch, kerne
     assert "identical" not in capsys.readouterr().out
 
 
-def test_the_yardstick_is_the_torch_code_of_transformers(demo, monkeypatch):
-    """Not that of a package which transformers has found, nor ours."""
-    module = sys.modules[type(demo.random_model("Qwen3.5", "cpu")).__module__]
-    name = "torch_chunk_gated_delta_rule"
-    own = inspect.unwrap(getattr(module, name))
-
-    @functools.wraps(own)
-    def rounded(*args, **kwargs):
-        out, state = own(*args, **kwargs)
-        return out.to(torch.bfloat16).to(out.dtype), state
-
-    monkeypatch.setattr(module, name, rounded)
+def test_fp64_is_the_torch_code_of_transformers(demo, monkeypatch):
+    """Not FLA's, which transformers takes where it is installed."""
+    fla = types.ModuleType("fla")
+    name = "chunk_gated_delta_rule"
+    fla.ops = SimpleNamespace(gated_delta_rule=SimpleNamespace(**{name: mock.Mock()}))
+    monkeypatch.setitem(sys.modules, "fla", fla)
     model = demo.random_model("Qwen3.5", "cpu")
+    exact = demo.in_fp64(model)
     ids = torch.randint(1, 4096, (1, 70))
     with torch.no_grad():
-        found = model(ids).logits
-        with demo.torch_code(model):
-            exact = model(ids).logits
-        assert torch.equal(model(ids).logits, found), "put back"
-    monkeypatch.setattr(module, name, own)
-    with torch.no_grad():
-        assert torch.equal(model(ids).logits, exact) and not torch.equal(found, exact)
+        found, expected = model(ids).logits, exact(ids).logits
+    assert expected.dtype == torch.float64 and relative_error(found, expected) < 1e-4
+    assert not getattr(fla.ops.gated_delta_rule, name).called
