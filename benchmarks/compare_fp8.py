@@ -11,15 +11,13 @@ cuBLAS takes tokens by 16, so that the stand-in has no row for one token. Errors
 fp64 on dequantised weights and the norm's result in bf16.
 """
 
-import argparse
 import copy
 import functools
 import os
-from pathlib import Path
 
 import torch
 from kernel_time import host_us, microseconds
-from runner import RESULTS, load_package, parse_on_gpu, save
+from runner import relative_error, run
 
 SIZES = {"8B": (4096, 14336), "27B": (5120, 17408)}
 TOKENS, FEW = (1, 16, 64, 512, 4096, 8192), 64
@@ -121,36 +119,26 @@ def exact(both, x: torch.Tensor) -> torch.Tensor:
     return times(mlp.down_proj, z)
 
 
-def measure(path: Path) -> None:
-    package, rows = load_package(), []
-    torch.manual_seed(0)
+@torch.no_grad()
+def rows(package, options):
     for title, (K, N) in SIZES.items():
-        with torch.no_grad():
-            parts = mlps(package, K, N)
-            for M in TOKENS:
-                x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
-                names = [name for name in parts if M % 16 == 0 or name != PEER]
-                timed = {name: functools.partial(parts[name], x) for name in names}
-                row = {"what": f"MLP of {title} with its norm in FP8, {M} token" + "s" * (M > 1)}
-                if M == FEW:
-                    y = exact(parts[PEER], x)
-                    of = [name for name in names if name in ("ours", PEER)]
-                    row["error"] = {
-                        n: ((timed[n]().double() - y).norm() / y.norm()).item() for n in of
-                    }
-                    del y
-                if M <= FEW:
-                    row["host_us"] = {name: host_us(f) for name, f in timed.items()}
-                row["us"] = microseconds(timed, rounds=2, rep_ms=5)
-                rows.append(row)
-                save(path, rows)
-                print(row["what"], {n: round(t, 1) for n, t in row["us"].items()}, flush=True)
-                print("   ", row.get("host_us", ""), row.get("error", ""), flush=True)
-            del parts, timed
+        parts = mlps(package, K, N)
+        for M in TOKENS:
+            x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
+            names = [name for name in parts if M % 16 == 0 or name != PEER]
+            timed = {name: functools.partial(parts[name], x) for name in names}
+            row = {"what": f"MLP of {title} with its norm in FP8, {M} token" + "s" * (M > 1)}
+            if M == FEW:
+                y = exact(parts[PEER], x)
+                row["error"] = {name: relative_error(timed[name](), y) for name in ("ours", PEER)}
+                del y
+            if M <= FEW:
+                row["host_us"] = {name: host_us(f) for name, f in timed.items()}
+            row["us"] = microseconds(timed, rounds=2, rep_ms=5)
+            yield row
+        del parts, timed
         torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, default=RESULTS / "fp8_mlp.json")
-    measure(parse_on_gpu(parser).json)
+    run(__doc__, "fp8_mlp", rows)

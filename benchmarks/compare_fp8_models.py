@@ -12,19 +12,17 @@ weights, and `kernelize_mib` what kernelizing both models has allocated. Rows ta
 record's of the same name.
 """
 
-import argparse
 import copy
 import gc
-import statistics
 from functools import partial
-from pathlib import Path
 
+import kernel_time
 import torch
 from compare_fp8 import PEER, in_fp8, stand_in_for_hub
 from compare_generate import TURNS, decode_with_fla, graph_us
 from kernel_time import wall
 from model_cases import PROMPT, greedy_step, model_of
-from runner import RESULTS, load_package, merged, parse_on_gpu, save
+from runner import relative_error, run
 
 TITLES = {"llama": "Llama, 8 layers", "qwen3_5": "Qwen3.5, 16 layers"}
 EAGER, GRAPHED = 16, (1, 64)  # sequences
@@ -53,8 +51,7 @@ def extra_mib(call) -> float:
 
 
 def in_turns(calls: dict) -> dict:
-    turns = [{name: call() for name, call in calls.items()} for _ in range(TURNS)]
-    return {name: statistics.median(turn[name] for turn in turns) for name in calls}
+    return kernel_time.in_turns(calls, TURNS, lambda call: call())
 
 
 def rows_of(package, name: str):
@@ -75,10 +72,8 @@ def rows_of(package, name: str):
     error = {n: calls[n]().logits.double() for n in models}
     row = {"what": f"{title}, prompt of {PROMPT} tokens in FP8"}
     row["us"] = in_turns({n: partial(wall, call) for n, call in calls.items()})
-    row["from_bf16"] = {
-        n: ((y - error["ours, bf16"]).norm() / error["ours, bf16"].norm()).item()
-        for n, y in error.items() if n != "ours, bf16"
-    }  # fmt: skip
+    plain = error.pop("ours, bf16")
+    row["from_bf16"] = {name: relative_error(y, plain) for name, y in error.items()}
     row["kernelize_mib"] = kernelize_mib
     row["extra_mib"] = {n: extra_mib(call) for n, call in calls.items()}
     yield row
@@ -97,22 +92,16 @@ def rows_of(package, name: str):
 
 
 @torch.no_grad()
-def measure(path: Path, names: list) -> None:
-    package = load_package()
+def rows(package, options):
     decode_with_fla(package)
     stand_in_for_hub()
-    for name in names:
-        for row in rows_of(package, name):
-            save(path, merged(path, [row]))
-            ours = row["us"]["ours"]
-            print(row, {n: round(ours / us, 3) for n, us in row["us"].items()}, flush=True)
+    for name in options.model:
+        yield from rows_of(package, name)
         gc.collect()
         torch.cuda.empty_cache()
 
 
+ARGUMENTS = {"--model": {"nargs": "+", "choices": TITLES, "default": list(TITLES)}}
+
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", nargs="+", choices=TITLES, default=list(TITLES))
-    parser.add_argument("--json", type=Path, default=RESULTS / "fp8_models.json")
-    options = parse_on_gpu(parser)
-    measure(options.json, options.model)
+    run(__doc__, "fp8_models", rows, ARGUMENTS, merge=True)

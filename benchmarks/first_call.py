@@ -7,19 +7,14 @@ record is another one. Each case runs in a process of its own: a call, a repeat 
 another shape of the same model, which should compile nothing.
 """
 
-import argparse
 import contextlib
 import json
-import os
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import torch
 from compare_gdn import tensors
 from kernel_time import seconds
-from runner import RESULTS, load_package, parse_on_gpu, save
+from runner import in_fresh_process, load_package, run, submodule
 
 
 def swiglu(package, M):
@@ -69,7 +64,6 @@ def fp8_mlp(package, M):
 def fp8_experts(package, T):
     from compare_experts import inputs
     from compare_fp8_experts import quantised
-    from in_tree import submodule
 
     E, H, N = 256, 2048, 512
     weights = [
@@ -96,10 +90,12 @@ CASES = {  # name -> (implementation, maker, sizes of the first call and of anot
 }
 
 
+ALONE = "--alone"
+
+
 def alone(name: str) -> dict:
     implementation, make, (first, other) = {**CASES, **CASES_OF_FP8}[name]
-    package = load_package()
-    dispatch = sys.modules[f"{package.__name__}.runtime.dispatch"]
+    package, dispatch = load_package(), submodule("runtime.dispatch")
     torch.randn(8, 8, device="cuda").bfloat16() @ torch.randn(8, 8, device="cuda").bfloat16()
     calls = make(package, first), make(package, other)
     with dispatch.force(implementation) if implementation else contextlib.nullcontext():
@@ -107,29 +103,18 @@ def alone(name: str) -> dict:
     return dict(zip(("first", "again", "another shape"), (round(t, 4) for t in times)))
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--fp8", action="store_true", help="modules of FP8 checkpoints")
-    parser.add_argument("--json", type=Path, help="default: first_call[_fp8].json")
-    parser.add_argument("--alone", help=argparse.SUPPRESS)
-    options = parse_on_gpu(parser)
-    path = options.json or RESULTS / f"first_call{'_fp8' * options.fp8}.json"
-    if options.alone:
-        print(json.dumps(alone(options.alone)))
-        return
-    rows = []
+def rows(package, options):
     for name in CASES_OF_FP8 if options.fp8 else CASES:
-        with tempfile.TemporaryDirectory() as cache:
-            environment = {**os.environ, "TRITON_CACHE_DIR": cache}
-            command = [sys.executable, __file__, "--alone", name]
-            out = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if out.returncode:
-            print(f"{name} is left out: {out.stderr.strip().splitlines()[-1][:200]}")
-            continue
-        rows.append({"what": name, "seconds": json.loads(out.stdout.splitlines()[-1])})
-        print(rows[-1], flush=True)
-        save(path, rows)
+        try:
+            yield {"what": name, "seconds": in_fresh_process(ALONE, name)}
+        except RuntimeError as error:
+            print(f"{name} is left out: {error}", flush=True)
 
+
+ARGUMENTS = {"--fp8": {"action": "store_true", "help": "modules of FP8 checkpoints"}}
 
 if __name__ == "__main__":
-    main()
+    if ALONE in sys.argv:
+        print(json.dumps(alone(sys.argv[-1])))
+    else:
+        run(__doc__, lambda options: f"first_call{'_fp8' * options.fp8}", rows, ARGUMENTS)
