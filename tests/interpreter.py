@@ -4,6 +4,7 @@ the setting when it is imported. A test file marks tests `@interpreted` and has 
 
 import dataclasses
 import inspect
+import math
 import multiprocessing
 import os
 import sys
@@ -53,6 +54,7 @@ def _hasten() -> None:
     of a device function it looks through triton.language for what to replace, though the launch has
     replaced it; it makes every sum of 32-bit integers again in 64 bits; and it reduces by a
     function of one's own one element at a time. Of Triton 3.6; another version is left as it is."""
+    import triton
     from triton.runtime import interpreter
 
     if not hasattr(interpreter, "_LangPatchScope"):
@@ -88,6 +90,68 @@ def _hasten() -> None:
         return list(total)
 
     interpreter.ReduceOps.generic_reduce = reduce
+    if triton.__version__.startswith("3.6."):
+        _hasten_types(interpreter)
+
+
+def _hasten_types(interpreter) -> None:
+    """Every operation gives a value with a type, a shape and a tuple of its sizes' types. Here
+    those alike are made once, the types of a tuple when they are read, and operands of one shape
+    are not compared size by size: two thirds of the time of a kernel with small blocks."""
+    from triton.language import core
+    from triton.language.semantic import TritonSemantic
+
+    make_block, look_up, type_of_values = (
+        core.block_type.__init__, interpreter._get_np_dtype, core._type_for_tuple_values,
+    )  # fmt: skip
+    blocks, shapes, numpy_types, attribute = {}, {}, {}, core.tuple.__getattr__
+
+    def init_block(self, element_ty, shape):
+        key = element_ty.name, getattr(element_ty, "address_space", None)
+        key += tuple(getattr(s, "value", s) for s in shape)
+        if key not in blocks:
+            make_block(self, element_ty, shape)
+            blocks[key] = dict(vars(self))
+        vars(self).update(blocks[key])
+
+    def init_tensor(self, handle, type):
+        shape = tuple(type.shape) if type.is_block() else ()
+        if shape not in shapes:
+            sizes = [core.constexpr(s) for s in shape]
+            shapes[shape] = core.constexpr(math.prod(shape)), core.tuple(sizes)
+        self.numel, self.shape = shapes[shape]
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+
+    def init_tuple(self, args, type=None):
+        self.values = [*args]
+        if type is not None:
+            self.type = type if isinstance(type, core.tuple_type) else core.tuple_type(type)
+
+    def attribute_of_tuple(self, name):
+        if name != "type":
+            return attribute(self, name)
+        self.type = type_of_values(self.values)
+        return self.type
+
+    def numpy_type(dtype):
+        if isinstance(dtype, (core.block_type, core.pointer_type)):  # which have no hash
+            return look_up(dtype)
+        if dtype not in numpy_types:
+            numpy_types[dtype] = look_up(dtype)
+        return numpy_types[dtype]
+
+    core.block_type.__init__, core.tensor.__init__ = init_block, init_tensor
+    core.tuple.__init__, core.tuple.__getattr__ = init_tuple, attribute_of_tuple
+    interpreter._get_np_dtype = numpy_type
+    broadcast = TritonSemantic.broadcast_impl_value
+
+    def broadcast_unless_alike(self, lhs, rhs):
+        if lhs.type.is_block() and rhs.type.is_block():
+            if lhs.type.shape.values == rhs.type.shape.values:
+                return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    TritonSemantic.broadcast_impl_value = broadcast_unless_alike
 
 
 def _mend() -> None:
