@@ -1,24 +1,68 @@
-"""Finds the role of each argument of an attention module's forward."""
+"""Finds the role of each argument of an attention module's forward, and the form that gives its
+numbers."""
 
 import itertools
-from typing import Iterator, Tuple
+from typing import Callable, Iterable, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch import nn
 
-from ..layers.forward import Word
-from .attention_numbers import FIRST, OTHERS, TRAINING, Run, are_the_same
+from ..layers.attention import GATES, NORMS, ROTARY, Heads
+from ..layers.forward import PLAIN_VALUES, Word
 from .code import Refused
-from .stand_ins import (
-    SIZES,
-    Cache,
-    Opaque,
-    Part,
-    Raises,
-    Read,
-    name_of,
-)
+from .stand_ins import SIZES, Cache, Interface, Opaque, Part, Raises, Read, name_of, same
 from .trial import Trial, plain_values
+
+
+class Case(NamedTuple):
+    """One run of an equivalence check."""
+
+    B: int
+    T: int
+    rotary: Optional[float]  # the width of the tables, of the head dim; None: there are none
+    tables: int = 0  # the batch of the tables, as the input's by default
+    cached: bool = False
+    masked: bool = False
+    training: bool = False
+
+
+FIRST = Case(2, 5, 1.0, 0, True, True)
+TRAINING = FIRST._replace(training=True)
+CASES = (  # the others with and without a cache, a mask and training
+    Case(1, 3, 1.0, 0, True, True, True),
+    Case(2, 1, 1.0, 1, True, False),
+    Case(1, 2, 1.0, 0, True, False, True),
+    Case(2, 5, 1.0, 0, False, True),
+    Case(3, 2, 1.0, 1, False, True, True),
+    Case(2, 3, 1.0, 0, False, False),
+    Case(1, 1, 1.0, 0, False, False, True),
+)
+# every form of queries and keys
+HEADS = tuple(itertools.starmap(Heads, itertools.product(GATES, NORMS, (*ROTARY, None))))
+WITHOUT, PARTIAL = Case(2, 3, None), Case(2, 3, 0.5, 0, False, True)
+
+
+class Run(NamedTuple):
+    """Inputs, intermediate calls and outputs of a run of the class's forward."""
+
+    twin: nn.Module
+    x: torch.Tensor
+    tables: Optional[tuple]
+    given: dict
+    word: object
+    interface: Interface
+    log: list  # calls of parts; None where the attention function was called
+    result: object
+
+
+class Plan(NamedTuple):
+    """The parts of a forward's computation that are the same in every run."""
+
+    projections: Tuple[str, ...]
+    q_norm: Optional[str]
+    k_norm: Optional[str]
+    out: str
+    heads: Heads
 
 
 class Learning(Trial):
@@ -49,24 +93,19 @@ class Learning(Trial):
             super().learn(what)
 
     def first(self) -> Tuple[Run, Run]:
-        """Finds the arguments and the plan, with tables for each row or for all rows."""
-        self.dims = 3
-        try:
-            return self.fitting()
-        except Refused as why:
-            if self.tables is None:
-                raise
-            self.dims = 2
+        """The first runs, with tables for each row or for all rows, from which the plan is found
+        and the role of each argument."""
+        reason = None
+        for self.dims in (3, 2):
             try:
-                return self.fitting()
-            except Refused:
-                raise why from None
-
-    def fitting(self) -> Tuple[Run, Run]:
-        """The first runs with tables of a width that fits, from which the plan is found."""
-        runs = self.with_tables()
-        self.see(runs[0])
-        return runs
+                runs = self.with_tables()
+                self.see(runs[0])
+                return runs
+            except Refused as why:
+                reason = reason or why
+                if self.tables is None:
+                    break
+        raise reason
 
     def with_tables(self) -> Tuple[Run, Run]:
         error = None
@@ -101,22 +140,11 @@ class Learning(Trial):
     # ------------------------------------------------------------------ what is learned
 
     def those_handed(self) -> frozenset:
-        """Attributes that are only passed on, whatever their value."""
+        """Attributes that reach the attention function or the cache, and nothing else."""
         implementation, words, index, updates, updates_with = self.calls
         everything = (implementation, index, *updates, *updates_with, *words, *self.training_words)
-        met = frozenset(w.what for w in everything if w is not None and w.how == "attribute")
-        if not self.handed <= met:
-            return met
-        if self.are_handed(self.handed):
-            return self.handed
-        return frozenset(name for name in self.handed if self.are_handed({name}))
-
-    def are_handed(self, names) -> bool:
-        others = OTHERS if self.source.guarded.intersection(names) else OTHERS[: bool(names)]
-        for value, case in itertools.product(others, (FIRST, TRAINING)):
-            if not self.passes(case, dict.fromkeys(names, value)):
-                return False
-        return True
+        met = [word.what for word in everything if word is not None and word.how == "attribute"]
+        return self.handed.intersection(met)
 
     def form(self, partial: bool, without: bool) -> tuple:
         implementation, words, index, updates, updates_with = self.calls
@@ -177,3 +205,131 @@ class Learning(Trial):
                 if value is own:
                     return Word(name, "parameter", parameter)
         raise Refused(f"it hands on {name or 'a value'}, and nobody knows where it comes from")
+
+    # ------------------------------------------------------------------ numbers
+
+    def planned(self, run: Run, known: Optional[Plan] = None) -> Tuple[Plan, tuple]:
+        """The plan that agrees with a run, and the widths of queries, keys and values."""
+        module, q, k, v, _, _, out = run.interface.calls[0]
+        if module is not run.twin:
+            raise Refused("it gives its attention function another module")
+        k, v = self.before_the_cache(run, k, v)
+        for t in (q, k, v):
+            if not isinstance(t, torch.Tensor) or t.ndim != 4:
+                raise Refused("it gives its attention function other things than heads")
+        if q.shape[-1] != k.shape[-1]:
+            raise Refused("its heads are of another size")
+        at, made, norms = run.log.index(None), {}, []
+        ended, names = run.log[at + 1 :], [entry[0] for entry in run.log if entry is not None]
+        if len({*names}) != len(names):
+            raise Refused("it calls a part twice")
+        for name, x, y in run.log[:at]:
+            if not self.parts[name].sizes[1:]:
+                norms.append(name)
+                continue
+            made[name] = y
+            if x is not run.x and not same(x, run.x):
+                raise Refused("its projections are of something else than the hidden states")
+        if len(ended) != 1 or len(norms) not in (0, 2) or len(made) not in (1, 3):
+            raise Refused("its parts are called in another order, or other ones")
+        plans = [known] if known is not None else _plans(made, norms, ended[0][0])
+        if known and {*known[:3], *known.projections} - {None, known[0]} != {*made, *norms}:
+            raise Refused("its forward depends on the call")
+        plan, gate = self.compared(run, made, (q, k, v), plans)
+        y = out.reshape(*run.x.shape[:2], -1)
+        y = self.parts[plan.out](y if gate is None else y * torch.sigmoid(gate))
+        result = run.result
+        right = type(result) is tuple and len(result) == 2 and result[1] == "weights"
+        if plan.out != ended[0][0] or not right or not same(result[0], y):
+            raise Refused("it is another formula after attention")
+        return plan, _widths(q, k, v)
+
+    def before_the_cache(self, run: Run, k, v):
+        """Keys and values as passed to the cache, if one was given."""
+        cache = run.given.get(self.cache)
+        if cache is None:
+            return k, v
+        if len(cache.calls) != 1:
+            raise Refused("it updates the cache in another way")
+        k_new, v_new, *_ = cache.calls[0]
+        kept = torch.cat([k_new * 0.5, k_new], -2), torch.cat([v_new * 0.25, v_new], -2)
+        if not (same(k, kept[0]) and same(v, kept[1])):
+            raise Refused("it changes keys or values after the cache")
+        return k_new, v_new
+
+    def compared(self, run: Run, made: dict, heads: tuple, plans: Iterable[Plan]) -> tuple:
+        """The plan that gives q, k and v of what projections have made, and its gate."""
+        (q, k, v), D = heads, heads[0].shape[-1]
+        sizes, tables = _widths(*heads), self.tables and run.tables
+        why = "its values are another formula"
+        for plan in plans:
+            form, raw = plan.heads, [made[name] for name in plan.projections]
+            if len(raw) == 1 and raw[0].shape[-1] == sum(sizes):
+                raw = raw[0].split(sizes, -1)
+            if len(raw) != 3 or raw[2].shape[-1] != sizes[2]:
+                continue
+            if not same(v, raw[2].view(*raw[2].shape[:2], -1, v.shape[-1]).transpose(1, 2)):
+                continue
+            why, gate = "its queries and keys are another formula", None
+            if form.rotary is not None and not tables:
+                continue
+            if raw[0].shape[-1] != sizes[0] * (1 + form.gated) or raw[1].shape[-1] != sizes[1]:
+                continue
+            own_q = raw[0]
+            if form.gated:
+                own_q, gate = own_q.unflatten(-1, (-1, 2 * D)).chunk(2, -1)
+                own_q, gate = own_q.flatten(2), gate.flatten(2)
+            try:
+                if same(q, self.formed(own_q, D, self.parts.get(plan.q_norm), form, tables)):
+                    if same(k, self.formed(raw[1], D, self.parts.get(plan.k_norm), form, tables)):
+                        return plan, gate
+            except (Refused, RuntimeError, TypeError):
+                continue
+        raise Refused(why)
+
+    def formed(self, x, D: int, norm: Optional[Callable], form: Heads, tables):
+        """x [B, T, H * D] as heads [B, H, T, D], normalised and rotated."""
+        x = norm(x) if form.norm == "all" else x
+        x = x.reshape(*x.shape[:2], -1, D).transpose(1, 2)
+        x = norm(x) if form.norm == "head" else x
+        if form.rotary is None:
+            return x
+        cos, sin = tables[0].unsqueeze(-3), tables[1].unsqueeze(-3)
+        R = cos.shape[-1]
+        y, rest = x[..., :R], x[..., R:]
+        if form.rotary == "halves":
+            a, b = y.chunk(2, -1)
+            turned = torch.cat([-b, a], -1)
+        else:
+            turned = torch.stack([-y[..., 1::2], y[..., ::2]], -1).flatten(-2)
+        if form.rotary == "pairs":
+            cos, sin = (t[..., : R // 2].repeat_interleave(2, -1) for t in (cos, sin))
+        return torch.cat([y * cos + turned * sin, rest], -1)
+
+
+def _plans(projections: Iterable[str], norms: List[str], out: str) -> Iterator[Plan]:
+    """Every plan of these parts."""
+    normed = [*itertools.permutations(norms)] if norms else [(None, None)]
+    for order in itertools.permutations(projections):
+        for heads, pair in itertools.product(HEADS, normed):
+            if (heads.norm == "none") != bool(norms):
+                yield Plan(order, *pair, out, heads)
+
+
+def _widths(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tuple[int, int, int]:
+    return q.shape[1] * q.shape[3], k.shape[1] * k.shape[3], v.shape[1] * v.shape[3]
+
+
+def are_the_same(found: dict, expected: dict) -> bool:
+    """True if values are equal, and identical objects unless they are plain values."""
+    if found.keys() != expected.keys():
+        return False
+    for name, value in found.items():
+        other = expected[name]
+        if value is other:
+            continue
+        if type(value) is not type(other) or type(value) not in (*PLAIN_VALUES, dict):
+            return False
+        if not (are_the_same(value, other) if type(value) is dict else value == other):
+            return False
+    return True

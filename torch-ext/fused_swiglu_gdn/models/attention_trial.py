@@ -6,7 +6,7 @@ compared with each of our forms. The check gives the plan of our forward.
 """
 
 import functools
-from typing import Dict, List, Optional
+from typing import Dict, List
 
 import torch
 from torch import nn
@@ -16,15 +16,14 @@ from ..layers.forward import Word, Words
 from ..layers.norm import NormForm
 from ..layers.own_code import found_at, names_in
 from ..layers.plain import told
-from .attention_learning import Learning
-from .attention_numbers import (
+from .attention_learning import (
     CASES,
     FIRST,
     PARTIAL,
     TRAINING,
     WITHOUT,
     Case,
-    Numbers,
+    Learning,
     Run,
     are_the_same,
 )
@@ -134,7 +133,7 @@ def _norm_key(norm: nn.Module, form: NormForm) -> tuple:
 def _find(module, kind, source, values, norms) -> tuple:
     """The form, or the reason against it, and the attributes on whose values that does not
     depend."""
-    paths = frozenset(p for p in source.reads if readable(module, p))
+    paths = frozenset(p for p in source.reads if readable(module, p)) - source.guarded
     reasons = []
     for handed in (paths, frozenset()):
         trial = _Trial(module, kind, source, norms, handed)
@@ -155,7 +154,7 @@ def _find(module, kind, source, values, norms) -> tuple:
     return reasons[0]
 
 
-class _Trial(Learning, Numbers):
+class _Trial(Learning):
     def __init__(self, module, kind, source, norms, handed: frozenset):
         super().__init__(module, kind, source)
         self.handed = handed  # attributes that nothing has read yet
@@ -236,27 +235,24 @@ class _Trial(Learning, Numbers):
             self.check(case)
         for absent in toggles(self.others(), self.source.asked):
             self.check(FIRST, absent=absent)
-        handed = self.those_handed()
-        if handed != self.handed:
-            self.handed = handed
-            return self.fields()
+        self.handed = self.those_handed()
         kept, partial = self.plan, self.passes(PARTIAL)
         self.plan = kept._replace(heads=kept.heads._replace(rotary=None))
         without, self.plan = self.passes(WITHOUT), kept
         self.keeps_dtype()
         return self.form(partial, without)
 
-    def passes(self, case: Case, values: Optional[dict] = None) -> bool:
+    def passes(self, case: Case) -> bool:
         try:
-            self.check(case, values)
+            self.check(case)
         except Refused:
             return False
         return True
 
-    def check(self, case: Case, values: Optional[dict] = None, absent=frozenset()) -> Run:
+    def check(self, case: Case, absent=frozenset()) -> None:
         """Checks that a run does the same as the first one; raises Refused if not."""
-        run = self.called(case, values=values, absent=absent)
-        if values or absent:
+        run = self.called(case, absent=absent)
+        if absent:
             if not _are_equal(run, self.runs[case]):
                 raise Refused("its forward depends on the call")
         elif self.planned(run, self.plan)[0] != self.plan:
@@ -275,7 +271,6 @@ class _Trial(Learning, Numbers):
         expected["keywords"].update(rest if self.rests else {})
         if default is not self.eager or not are_the_same(found, expected):
             raise Refused("its attention function or its cache gets other arguments")
-        return run
 
     def table(self, training: bool, cached: bool) -> Words:
         """All that the attention function and the cache get, by names of their own."""

@@ -55,7 +55,7 @@ class Source(NamedTuple):
     by_words: bool  # it counts the keywords that it has no name for
     decided: Tuple[tuple, ...]  # (condition on attributes, whether it held): ways that were read
     tensors: Tuple[str, ...]  # attributes whose methods are called
-    guarded: FrozenSet[str]  # attributes of `decided`
+    guarded: FrozenSet[str]  # attributes that a condition is about, but for "training"
     more: Dict[str, str]  # what it has of MORE: where
     hooked: FrozenSet[str]  # parts whose hooks a decorator calls
 
@@ -116,7 +116,7 @@ def _read(
         plain = reader.main(name)
     except Refused as why:  # where optional arguments are left at their defaults, it may be read
         first, reader = reader, Reader(kind, module, reader.computed_with | reader.switches, body)
-        reader.decided = first.decided
+        reader.decided, reader.guarded = first.decided, first.guarded
         try:
             if not reader.fixed:
                 raise
@@ -135,9 +135,9 @@ def _read(
         frozenset(reader.renamed), tuple(sorted(reader.extra)), frozenset(reader.switches),
         frozenset(reader.asked), tuple(fails), tuple(sorted(reader.rates)),
         reader.by_dtype, reader.by_words,
-        tuple((held, value) for held, value, _ in reader.decided.values()),
+        tuple(reader.decided.values()),
         tuple(sorted(reader.tensors)),
-        frozenset().union(*[paths for _, _, paths in reader.decided.values()]), dict(reader.more),
+        frozenset(reader.guarded), dict(reader.more),
         frozenset(reader.hooked),
     )  # fmt: skip
 
@@ -154,6 +154,7 @@ class Reader:
         self.renamed, self.extra, self.switches, self.tensors = set(), set(), set(), set()
         self.body, self.hooked, self.asked = body, set(), set()
         self.more: set = set()  # (one of MORE, where)
+        self.guarded: set = set()
         self.excluded: list = []  # conditions under which a call is not ours
         self.decided: dict = {}  # by their texts
         self.path: list = []  # conditions under which the statement is reached that is read
@@ -174,6 +175,7 @@ class Reader:
     def holds(self, known: Known) -> Optional[bool]:
         """Returns whether a condition on guarded attributes holds for the module; None if that may
         change."""
+        self.guarded |= known.paths - {"training"}
         if self.module is None or not known.text or not {"own"} <= known.on <= {"own", "none"}:
             return None
         values = [found_at(self.module, path) for path in known.paths]
@@ -184,7 +186,7 @@ class Reader:
         found = held(self.module, {})
         if found is not_held(self.module, {}):  # nobody can tell
             return None
-        self.decided[known.text] = held, found, known.paths
+        self.decided[known.text] = held, found
         return found
 
     def space(self, owner: object, name: str = "") -> object:
