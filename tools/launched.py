@@ -662,13 +662,14 @@ def _fp8_dequantise(kernel, N, K):
 calls(_fp8_dequantise, "fp8 dequantise", {"": dict(N=14336, K=4096), "odd": dict(N=400, K=1152)})
 
 
-def _fp8_few(kernel, M, K=4096, rows=(14336, 14336), down=0):
+def _fp8_few(kernel, M, K=4096, rows=(14336, 14336), down=0, plain=()):
     product = submodule("fp8.product")
     weights = [values(n, K, dtype=E4M3) for n in rows]
     weights += [values(down, rows[0], dtype=E4M3)] if down else []
     scales = [values(*(-(-n // 128) for n in w.shape), dtype=FP32).abs() for w in weights]
     x, call = values(M, K), product.few_mlp if down else product.few
-    return lambda: call(product.quantise(x), M, tuple(weights), tuple(scales))
+    more = (tuple(values(n, K) for n in plain), x) if plain else ()
+    return lambda: call(product.quantise(x), M, tuple(weights), tuple(scales), *more)
 
 
 def _fp8_norm(kernel, M, K=4096, residual=True, mode="llama"):
@@ -686,6 +687,7 @@ calls(_fp8_norm, "fp8 norm", {
 for M in (1, 32, 64):
     calls(_fp8_few, f"fp8 few, M {M}", {
         "MLP": dict(down=4096), "qkv": dict(rows=(4096, 1024, 1024)), "one": dict(rows=(2048,)),
+        "beside bf16": dict(K=2560, rows=(8192, 4096), plain=(32, 32)),
     }, M=M)  # fmt: skip
 calls(_fp8_few, "fp8 few", {"odd blocks": dict(M=17, K=17 * 128, rows=(1040, 272))})
 

@@ -32,10 +32,10 @@ def tokens(M, K, device="cpu", seed=0):
     return x.bfloat16().to(device)
 
 
-def products(codes, M, weights, scales):
-    """By the kernels, or None."""
+def products(codes, M, weights, scales, plain=(), x=None):
+    """By the kernels, or None. plain: weights in bf16, by which x is multiplied."""
     absent = (None,) * (6 - len(weights))
-    tensors = (*codes, *weights, *absent, *scales, *absent)
+    tensors = (*codes, *weights, *absent, *scales, *absent, x, *plain, *(None,) * (2 - len(plain)))
     return prepared("fp8.hopper.few", "few_fwd", calls.Few, *tensors, M)
 
 
@@ -66,6 +66,38 @@ def check_products(device):
     assert products(codes, 3, weights, (scales[0].double(),)) is None
     assert products(codes, 3, (weights[0].view(torch.int8),), scales) is None
     assert product.few(codes, 3, weights * 7, scales * 7) is None
+
+
+def check_plain(device, dtype=torch.bfloat16):
+    """Weights in bf16 behind those in FP8, in the same launch: each as by itself, whatever stands
+    beside. dtype: another one for the interpreter, which multiplies bf16 wrongly."""
+    hopper, whole = submodule("fp8.hopper.few"), None
+    for rows, others, K in (((272, 64), (32, 48), 640), ((128,), (3,), 1152)):
+        weights, scales = weights_of(rows, K, device)
+        plain = [tokens(n, K, device, seed=n).mul(K**-0.5).to(dtype) for n in others]
+        x = tokens(64, K, device)
+        exact = torch.cat([x.double() @ p.double().t() for p in plain], 1)
+        for M in (64, 1, 17, 33):
+            some = x[:M].contiguous().to(dtype)
+            product = hopper._Few(x.device, M, K, rows, plain=others)
+            y = product(reference.quantise_fwd(x[:M]), weights, scales, None, (some, *plain))
+            whole = y if M == 64 else whole
+            assert y.shape == (M, sum(rows) + sum(others)) and torch.equal(y, whole[:M]), (rows, M)
+        assert torch.equal(whole[:, : sum(rows)], few(x, weights, scales))
+        assert error(whole[:, sum(rows) :], exact) < 4e-3
+
+
+@interpreted
+def test_plain_weights_that_are_served():
+    weights, scales = weights_of((128,), 256)
+    x, plain = tokens(3, 256), (tokens(32, 256), tokens(8, 256))
+    codes = reference.quantise_fwd(x)
+    whole = products(codes, 3, weights, scales, plain, x)
+    assert whole.shape == (3, 168)
+    for bad in ((plain[0].half(),), (plain[0][:, 1:],), (plain[0][0],), (plain[0][:0],)):
+        assert products(codes, 3, weights, scales, bad, x) is None
+    assert products(codes, 3, weights, scales, plain, tokens(4, 256)) is None
+    assert product.few(codes, 3, weights, scales, plain[:1] * 3, x) is None
 
 
 def mlp_of(K, N, device="cpu"):
@@ -109,6 +141,11 @@ def test_products_interpreted():
 
 
 @interpreted
+def test_plain_weights_interpreted():
+    check_plain("cpu", torch.float32)
+
+
+@interpreted
 def test_parts_of_k_interpreted(monkeypatch):
     """Parts of any number of steps, the last of which may be shorter."""
     hopper = submodule("fp8.hopper.few")
@@ -116,7 +153,7 @@ def test_parts_of_k_interpreted(monkeypatch):
     x = tokens(5, 9 * 128)
     codes = reference.quantise_fwd(x)
     exact = torch.cat([fp8_problems.exact(codes, w, s) for w, s in zip(weights, scales)], 1)[:5]
-    for steps, parts in ((1, 2), (1, 4), (2, 3), (4, 1)):
+    for steps, parts in ((1, 2), (1, 4), (2, 3), (2, 1)):
         config = {
             "ROWS": 64,
             "STEPS": steps,
@@ -146,9 +183,12 @@ def test_the_references():
     x = tokens(17, 256)
     codes = reference.quantise_fwd(x)
     ys = [reference.multiply_fwd(w, s, codes)[:17] for w, s in zip(weights[:2], scales[:2])]
-    assert torch.equal(
-        reference.few_fwd(*codes, *weights[:2], *scales[:2], 17), torch.cat(ys, 1)
-    )  # fmt: skip
+    few = (*codes, *weights[:2], *scales[:2])
+    assert torch.equal(reference.few_fwd(*few, None, None, None, 17), torch.cat(ys, 1))
+    plain = tokens(32, 256)
+    ys.append(torch.nn.functional.linear(x, plain))
+    assert torch.equal(reference.few_fwd(*few, x, plain, None, 17), torch.cat(ys, 1))
+    ys.pop()
     z = reference.quantise_fwd(torch.nn.functional.silu(ys[0]) * ys[1])
     y = reference.multiply_fwd(weights[2], scales[2], z)[:17]
     assert torch.equal(reference.few_mlp_fwd(*codes, *weights, *scales, None, 17), y)
@@ -200,6 +240,12 @@ def on_hopper():
 @compiled
 def test_products_on_a_gpu(on_hopper):
     check_products("cuda")
+
+
+@pytest.mark.gpu
+@compiled
+def test_plain_weights_on_a_gpu(on_hopper):
+    check_plain("cuda")
 
 
 @pytest.mark.gpu

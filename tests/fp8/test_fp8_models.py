@@ -52,24 +52,36 @@ def test_a_model_has_the_same_bits(kernel, monkeypatch, few):
 
 
 def test_projections_that_are_no_fp8(kernel, monkeypatch):
-    """Of Gated DeltaNet: those in FP8 in one launch, and those in bf16 in another, of one token."""
+    """Of Gated DeltaNet: those in FP8 and those in bf16 in one launch, of one token in two."""
     calls = fp8_problems.stand_in(monkeypatch)
     model = fp8_problems.tiny_qwen3_5()
     layer = model.model.layers[0].linear_attn
     assert not kernel.kernelize(model).left
-    x = torch.randn(1, 1, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
     parts = (layer.in_proj_qkv, layer.in_proj_z, layer.in_proj_b, layer.in_proj_a)
     assert [type(part) is torch.nn.Linear for part in parts] == [False, False, True, True]
+    projections, few = submodule("layers.projections").projections, {"few_fwd": 1}
+    both = {**few, "project_fwd": 1}
+    for M, some, launches in ((1, parts, both), (64, parts, few), (5, parts[1:3], few),
+                              (65, parts, {"multiply_fwd": 2})):  # fmt: skip
+        x = torch.randn(M, 1, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+        with torch.no_grad():
+            expected = [part(x) for part in some]
+            calls.clear()
+            with dispatch.force("reference"), dispatch.served() as record:
+                found = projections(x, *some)
+            made = {name: len(rows) for name, rows in record.items()}
+            assert made == {"quantise_fwd": 1, **launches} and not calls, (M, made)
+        for y, other in zip(found, expected):
+            assert (y - other).abs().max() <= 2**-6 * other.abs().max()
+    with dispatch.force("reference"):
+        assert projections(x[:3], *parts)[2].grad_fn is not None  # of the weight, which learns
+    beside = submodule("layers.fp8")._beside
     with torch.no_grad():
-        expected = [part(x) for part in parts]
-        calls.clear()
-        with dispatch.force("reference"), dispatch.served() as record:
-            found = submodule("layers.projections").projections(x, *parts)
-        assert {k: len(v) for k, v in record.items()} == {
-            "quantise_fwd": 1, "few_fwd": 1, "project_fwd": 1}  # fmt: skip
-    assert not calls
-    for y, other in zip(found, expected):
-        assert (y - other).abs().max() <= 2**-6 * other.abs().max()
+        assert list(beside(x, parts)) == [2, 3]
+        with torch.autocast("cpu", torch.float16):
+            assert not beside(x, parts)  # in another dtype
+        layer.in_proj_a.register_forward_hook(lambda *_: None)
+        assert not beside(x, parts)
 
 
 @pytest.mark.parametrize("hooked", [False, True])
@@ -86,7 +98,7 @@ def test_a_layer_adds_within_its_mlp(kernel, monkeypatch, hooked):
         added.append(len(args) > 4)
         return product.few_mlp(*args)
 
-    monkeypatch.setattr(submodule("layers.fp8"), "few_mlp", few_mlp)
+    monkeypatch.setattr(submodule("layers.fp8_mlp"), "few_mlp", few_mlp)
     with torch.no_grad(), dispatch.force("reference"):
         found = model(IDS).logits
         assert added == [True, not hooked]

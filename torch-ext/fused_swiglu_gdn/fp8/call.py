@@ -8,7 +8,9 @@ from ..runtime.call import NoOptions, call
 
 BLOCK = 128  # columns, and rows of a weight, that share a scale
 MOST = 64  # tokens are few
+MAX_PLAIN = 2  # weights in bf16 beside those in FP8
 ROWS = 16  # the product takes a multiple of so many
+PLAIN_ROWS = 32  # of a weight in bf16 that a program takes
 LEAST = 1e-4  # the least magnitude that a scale is made of
 INVERSE = 1 / 448  # of the largest value of e4m3; torch divides by a number on a GPU like this
 
@@ -75,7 +77,8 @@ class FewOptions(NamedTuple):
 
 @call
 class Few(NamedTuple):
-    """Products of up to MOST tokens by up to MAX_WEIGHTS weights (projection/call.py)."""
+    """Products of up to MOST tokens by up to MAX_WEIGHTS weights (projection/call.py), and by up to
+    MAX_PLAIN in bf16."""
 
     codes: Tensor  # [P, K] e4m3
     scales: Tensor  # [P, K / BLOCK]
@@ -91,6 +94,9 @@ class Few(NamedTuple):
     s3: Optional[Tensor]
     s4: Optional[Tensor]
     s5: Optional[Tensor]
+    x: Optional[Tensor]  # [M, K] bf16, for weights in bf16
+    p0: Optional[Tensor]  # [N_i, K] bf16, as both of them
+    p1: Optional[Tensor]
     options: FewOptions
 
 

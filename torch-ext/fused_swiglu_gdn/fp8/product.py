@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..projection.call import MAX_WEIGHTS
 from . import reference
-from .call import Quantised
+from .call import MAX_PLAIN, Quantised
 from .ops import DEQUANTISE, FEW, FEW_MLP, GATE, NORM, PRODUCT, QUANTISE
 
 
@@ -39,14 +39,23 @@ def norm_quantise(x: Tensor, weight: Optional[Tensor], residual: Optional[Tensor
     return NORM((x, weight, residual), how)
 
 
-def few(x: Quantised, M: int, weights: tuple, scales: tuple) -> Optional[Tensor]:
+def few(
+    x: Quantised,
+    M: int,
+    weights: tuple,
+    scales: tuple,
+    plain: tuple = (),
+    tokens: Optional[Tensor] = None,
+) -> Optional[Tensor]:
     """x W^T of the M tokens of x with each of the weights, side by side [M, N] bf16, in one or two
-    launches; None where M is no small number or no kernel serves."""
-    count = len(weights)
-    if count > MAX_WEIGHTS or not _aligned(weights):
+    launches; behind them those of `tokens`, x in bf16, with weights in bf16. None where M is no
+    small number or no kernel serves."""
+    count, others = len(weights), len(plain)
+    if count > MAX_WEIGHTS or others > MAX_PLAIN or not _aligned((*weights, *plain)):
         return None
     absent = _ABSENT[count:]
-    return FEW((*x, *weights, *absent, *scales, *absent), (M,))
+    more = (tokens, *plain, None) if others == 1 else (tokens, *plain) if others else _NOTHING
+    return FEW((*x, *weights, *absent, *scales, *absent, *more), (M,))
 
 
 def few_mlp(
@@ -57,7 +66,7 @@ def few_mlp(
     return FEW_MLP((*x, *weights, *scales, residual), (M,)) if _aligned(weights) else None
 
 
-_ABSENT = (None,) * MAX_WEIGHTS
+_ABSENT, _NOTHING = (None,) * MAX_WEIGHTS, (None,) * (1 + MAX_PLAIN)
 
 
 def _aligned(weights: tuple) -> bool:

@@ -68,12 +68,13 @@ def multiply_fwd(
 def few_fwd(
     codes: torch.Tensor,  # [P, K]
     scales: torch.Tensor,  # [P, K / BLOCK]
-    *more,  # weights, then their scales, None for those that are not there, and M
+    *more,  # weights, their scales, x and weights in bf16, None where there is none, and M
 ) -> torch.Tensor:  # [M, N] bf16: the products with all weights
-    *tensors, M = more
+    *tensors, tokens, p0, p1, M = more
     half, x = len(tensors) // 2, Quantised(codes, scales)
     pairs = zip(tensors[:half], tensors[half:])
-    return torch.cat([multiply_fwd(w, s, x)[:M] for w, s in pairs if w is not None], 1)
+    found = [multiply_fwd(w, s, x)[:M] for w, s in pairs if w is not None]
+    return torch.cat([*found, *(F.linear(tokens, p) for p in (p0, p1) if p is not None)], 1)
 
 
 def few_mlp_fwd(

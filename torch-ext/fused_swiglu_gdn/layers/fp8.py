@@ -14,13 +14,13 @@ from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 import torch
 from torch import nn
 
-from ..fp8.call import BLOCK, MOST, Quantised
+from ..fp8.call import BLOCK, MAX_PLAIN, MOST, Quantised
 from ..fp8.ops import MULTIPLY
-from ..fp8.product import few, few_mlp, product_of, quantise, silu_mul_quantise
+from ..fp8.product import few, product_of, quantise
 from ..runtime import dispatch
 from .fp8_gradient import with_gradient
 from .own_code import Pinned
-from .plain import HOOKS, OWN, PLAIN_TENSORS, is_plain, torch_unpatched
+from .plain import HOOKS, OWN, PLAIN_TENSORS, is_plain, parameters_of, torch_unpatched
 
 
 class Fp8Form(NamedTuple):
@@ -120,7 +120,7 @@ def weight_of(
     return Weight(weight, scale, bias)
 
 
-def _for_many(weights: Sequence[Weight]) -> Optional[List[Weight]]:
+def for_many(weights: Sequence[Weight]) -> Optional[List[Weight]]:
     """The weights with what multiplies by each, whatever the number of tokens; None if nothing
     does with one of them."""
     found = [w._replace(product=product_of(w.weight, w.scale)) for w in weights]
@@ -178,7 +178,7 @@ class given:
         _given.it = self.before
 
 
-def _given_of(x: torch.Tensor) -> Optional[given]:
+def given_of(x: torch.Tensor) -> Optional[given]:
     it = _given.it
     return it if it is not None and it.x is x and it.version == x._version else None
 
@@ -188,10 +188,10 @@ def takes_residual(part: nn.Module) -> bool:
     return getattr(type(part), "served_as", None) in MLPS and is_plain(part)
 
 
-def _codes(x: torch.Tensor) -> Optional[Quantised]:
+def codes_of(x: torch.Tensor) -> Optional[Quantised]:
     """x [..., K] in FP8."""
-    it = _given_of(x)
-    return quantise(_rows(x)) if it is None else it.found
+    it = given_of(x)
+    return quantise(rows_of(x)) if it is None else it.found
 
 
 def _facts(x: torch.Tensor) -> Optional[tuple]:
@@ -210,7 +210,7 @@ def _facts(x: torch.Tensor) -> Optional[tuple]:
 
 def _quantised(x: torch.Tensor, user: int) -> Optional[Quantised]:
     """x [..., K] in FP8, as the module before `user` had it where that took the same x."""
-    it = _given_of(x)
+    it = given_of(x)
     if it is not None:
         return it.found
     facts = _facts(x)
@@ -218,18 +218,18 @@ def _quantised(x: torch.Tensor, user: int) -> Optional[Quantised]:
         if user not in _last.users:
             _last.users += (user,)
             return _last.found
-    found = quantise(_rows(x))
+    found = quantise(rows_of(x))
     if facts is not None and found is not None:
         _last.keep(x, found, facts, user)
     return found
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
+def rows_of(x: torch.Tensor) -> torch.Tensor:
     x = x.reshape(-1, x.shape[-1])  # [M, K]
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _shaped(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def shaped(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """The rows of y [P, N] that are those of x [..., K]: [..., N], no view."""
     return y.resize_((*x.shape[:-1], y.shape[1]))
 
@@ -237,7 +237,7 @@ def _shaped(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 _NOTHING = contextlib.nullcontext()
 
 
-def _no_grad():
+def no_grad():
     """The weights say that they need a gradient, and get none."""
     return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
@@ -252,12 +252,12 @@ def forward_of(form: Fp8Form) -> Callable:
         if takes(input):
             weight, M = weight_of(self, input, input.shape[-1]), input.numel() // input.shape[-1]
             if weight is not None and M > MOST:
-                (weight,) = _for_many([weight]) or (None,)
+                (weight,) = for_many([weight]) or (None,)
             if weight is not None:
-                with _no_grad():
+                with no_grad():
                     x = _quantised(input, id(self))
                     y = None if x is None else weight.times(x, M)
-                    y = None if y is None else _shaped(y, input)
+                    y = None if y is None else shaped(y, input)
         if y is not None and input.requires_grad and torch.is_grad_enabled():
             return with_gradient(input, y, weight.weight, weight.scale)
         return own(self, input) if y is None else y
@@ -270,124 +270,67 @@ def forward_of(form: Fp8Form) -> Callable:
 def project(
     x: torch.Tensor, linears: Sequence[nn.Module]
 ) -> Optional[List[Optional[torch.Tensor]]]:
-    """linear(x) of the FP8Linears, x quantised once for all, None of others; None if they are
-    few."""
-    if sum([type(linear) in FORMS for linear in linears]) < 2 or not takes(x):
+    """linear(x) of the FP8Linears, x quantised once for all, and of others beside them that the
+    same launch takes, None of others yet; None if they are few."""
+    if len(linears) < 2 or not any([type(linear) in FORMS for linear in linears]) or not takes(x):
         return None
     weights = [weight_of(linear, x, x.shape[-1], called=False) for linear in linears]
     known = [weight for weight in weights if weight is not None]
     M = x.numel() // x.shape[-1]
+    beside = _beside(x, linears) if 0 < len(known) < len(linears) and 1 < M <= MOST else {}
     if len(known) > 1 and M > MOST:
-        known = _for_many(known) or []
-    if len(known) < 2:
+        known = for_many(known) or []
+    if len(known) + len(beside) < 2:
         return None
-    with _no_grad():
-        codes = _codes(x)
-        found = None if codes is None else _together(codes, x, known)
+    with no_grad():
+        codes = codes_of(x)
+        found = None if codes is None else _together(codes, x, known, list(beside.values()))
         if found is None:
             return None
-    products = iter(found)
-    return [None if weight is None else next(products) for weight in weights]
+    products, others = iter(found), dict(zip(beside, found[len(known) :]))
+    return [others.get(i) if w is None else next(products) for i, w in enumerate(weights)]
+
+
+def _beside(x: torch.Tensor, linears: Sequence[nn.Module]) -> Dict[int, torch.Tensor]:
+    """Weights in bf16, by their places, by which few tokens x are multiplied in the launch of those
+    in FP8: of all modules that are no FP8Linears, or of none."""
+    places = [i for i, linear in enumerate(linears) if type(linear) not in FORMS]
+    found = parameters_of(*[linears[i] for i in places])
+    if not found or len(found) > MAX_PLAIN or torch.is_autocast_enabled(x.device.type):
+        return {}
+    learns = torch.is_grad_enabled()
+    for weight, bias in found:
+        dense = weight.dtype is x.dtype and weight.ndim == 2 and weight.is_contiguous()
+        if not dense or weight.shape[1] != x.shape[-1] or weight.device != x.device:
+            return {}
+        if bias is not None or learns and (weight.requires_grad or x.requires_grad):
+            return {}
+    return {i: weight for i, (weight, _) in zip(places, found)}
 
 
 def _together(
-    codes: Quantised, x: torch.Tensor, weights: List[Weight]
+    codes: Quantised, x: torch.Tensor, weights: List[Weight], plain: List[torch.Tensor]
 ) -> Optional[List[torch.Tensor]]:
-    """The products of x [..., K] with all weights, [..., N_i]; of few tokens in one launch. None
-    where nothing computes them."""
+    """The products of x [..., K] with all weights, [..., N_i]; of few tokens in one launch, with
+    those in bf16 behind them. None where nothing computes them."""
     M, y = x.numel() // x.shape[-1], None
     if M <= MOST:
-        y = few(codes, M, tuple([w.weight for w in weights]), tuple([w.scale for w in weights]))
+        more = (tuple(plain), rows_of(x)) if plain else ()
+        both = tuple([w.weight for w in weights]), tuple([w.scale for w in weights])
+        y = few(codes, M, *both, *more)
+    if y is None and len(weights) < 2:
+        return None
     if y is None:
         products = [weight.times(codes, M) for weight in weights]
         if any([y is None for y in products]):
             return None
-        return [_shaped(y, x) for y in products]
-    found, y = [], _shaped(y, x)
-    for weight, part in zip(weights, y.split_with_sizes([w.weight.shape[0] for w in weights], -1)):
-        found.append(part if weight.bias is None else part.add_(weight.bias))
+        return [shaped(y, x) for y in products]
+    sizes = [w.shape[0] for w in (*[w.weight for w in weights], *plain)]
+    found = list(shaped(y, x).split_with_sizes(sizes, -1))
+    for weight, part in zip(weights, found):
+        if weight.bias is not None:
+            part.add_(weight.bias)
     return found
-
-
-def mlp(
-    x: torch.Tensor, gate: nn.Module, up: Optional[nn.Module], down: nn.Module, gate_first: bool
-) -> Optional[torch.Tensor]:
-    """down(silu(gate(x)) * up(x)) of FP8Linears, in five launches or less; None where it is not.
-
-    up=None: gate makes both, one half each.
-    """
-    if type(gate) not in FORMS or not takes(x):
-        return None
-    first = weight_of(gate, x, x.shape[-1], called=False)
-    second = None if up is None else weight_of(up, x, x.shape[-1], called=False)
-    if first is None or up is not None and second is None:
-        return None
-    rows = first.weight.shape[0]
-    hidden = rows // 2 if up is None else rows
-    third = weight_of(down, x, hidden, called=False)
-    if third is None or rows != (2 * hidden if second is None else second.weight.shape[0]):
-        return None
-    M, known = x.numel() // x.shape[-1], [w for w in (first, second, third) if w is not None]
-    if M > MOST:
-        known = _for_many(known) or []
-    with _no_grad():
-        it, codes = _given_of(x) if known else None, None
-        if known:
-            codes = quantise(_rows(x)) if it is None else it.found
-        y = None
-        if codes is not None and M <= MOST:
-            y = _of_few(codes, M, first, second, third, gate_first, it)
-            if y is None:
-                known = _for_many(known) or []
-        if codes is not None and y is None and known:
-            y = _of_many(codes, M, known, gate_first)
-        return None if y is None else _shaped(y, x)
-
-
-def _of_many(
-    x: Quantised, M: int, weights: List[Weight], gate_first: bool
-) -> Optional[torch.Tensor]:  # [P, K] or [M, K]
-    """An MLP of weights for any number of tokens: gate and up, or one for both, and down."""
-    *gates, down = weights
-    g = gates[0].times(x, M)  # [P, N], or [M, N]
-    if len(gates) > 1:
-        u = gates[1].times(x, M)
-    else:
-        g, u = g.chunk(2, 1) if gate_first else reversed(g.chunk(2, 1))
-    z = silu_mul_quantise(g, u)
-    return None if z is None else down.times(z, M)
-
-
-def _of_few(
-    x: Quantised,
-    M: int,
-    first: Weight,
-    second: Optional[Weight],
-    third: Weight,
-    gate_first: bool,
-    it: Optional[given],
-) -> Optional[torch.Tensor]:  # [M, K]
-    """An MLP of a few tokens without biases; None where it is another. it: says what to add."""
-    if first.bias is not None or third.bias is not None:
-        return None
-    if second is not None:
-        gate, up = first, second
-        if second.bias is not None:
-            return None
-        weights, scales = (gate.weight, up.weight), (gate.scale, up.scale)
-    else:
-        if first.weight.shape[0] % (2 * BLOCK):
-            return None  # a block of scales is for rows of both
-        weights, scales = first.weight.chunk(2), first.scale.chunk(2)
-        if not gate_first:
-            weights, scales = weights[::-1], scales[::-1]
-    more = ()
-    if it is not None and it.residual is not None:
-        more = (it.residual.reshape(-1, it.residual.shape[-1]),)
-    y = few_mlp(x, M, (*weights, third.weight), (*scales, third.scale), *more)
-    if more and y is not None:
-        it.added = True
-    return y
 
 
 def quantises(part: nn.Module, x: torch.Tensor) -> bool:

@@ -17,8 +17,9 @@ def projections(
     """linear(x [..., K]) for each linear.
 
     A few tokens take one launch, if reading the weights is equivalent; it overlaps the previous
-    one's end. For FP8Linears x is quantised once, and others beside them take one launch of one
-    token. unpatched: the caller knows that torch_unpatched.
+    one's end. For FP8Linears x is quantised once; others beside them are part of the launch of a
+    few tokens, and of one token a launch of their own. unpatched: the caller knows that
+    torch_unpatched.
     """
     if x.numel() <= MAX_TOKENS * x.shape[-1] and (unpatched or torch_unpatched()):
         found = parameters_of(*linears)
@@ -30,7 +31,7 @@ def projections(
         found = fp8.project(x, linears)
         if found is not None:
             rest = [linear for linear, y in zip(linears, found) if y is None]
-            if len(rest) > 1 and x.numel() == x.shape[-1]:  # of more tokens cuBLAS is faster
+            if len(rest) > 1 and x.numel() == x.shape[-1]:
                 others = iter(projections(x, *rest, unpatched=unpatched))
             else:
                 others = (linear(x) for linear in rest)

@@ -17,7 +17,7 @@ from ..runtime import dispatch
 from ..runtime.checks import FLOATING
 from ..swiglu.api import fused_swiglu, fused_swiglu_mlp, silu_mul
 from ..swiglu.reference import ACTIVATIONS
-from . import fp8
+from . import fp8_mlp
 from .activations import activation_of
 from .own_code import Pinned
 from .plain import PLAIN_TENSORS, parameters_of, same_dtype, torch_unpatched, why_hooked
@@ -117,7 +117,7 @@ def _of_fp8(mlp: nn.Module, x: torch.Tensor, roles: Roles, name: str) -> Optiona
     if name != "silu" or roles.casts:
         return None
     parts = map(mlp.__dict__["_modules"].get, (roles.gate, roles.up, roles.down))
-    return fp8.mlp(x, *parts, roles.gate_first)
+    return fp8_mlp.mlp(x, *parts, roles.gate_first)
 
 
 def _of_wrapped(mlp: nn.Module, x: torch.Tensor, roles: Roles, name: str) -> Optional[torch.Tensor]:

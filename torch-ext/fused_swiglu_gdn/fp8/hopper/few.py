@@ -15,7 +15,7 @@ from ...projection.portable.project import add_parts_kernel
 from ...runtime import device, tuning
 from ...runtime.launch import Launch
 from ...runtime.maps import Map
-from ..call import BLOCK, MOST, Few, FewMlp, padded
+from ..call import BLOCK, MAX_PLAIN, MOST, PLAIN_ROWS, Few, FewMlp, padded
 from ..portable.quantise import gate_of
 from .few_products import few_gate_kernel, few_kernel
 
@@ -61,9 +61,10 @@ class _Few:
     __slots__ = ("where", "M", "width", "parts", "missing", "product", "add")
 
     def __init__(
-        self, where: torch.device, M: int, K: int, rows: Tuple[int, ...], whole: bool = False
-    ):
-        self.where, self.M, self.width = where, M, sum(rows)
+        self, where: torch.device, M: int, K: int, rows: Tuple[int, ...], whole: bool = False,
+        plain: Tuple[int, ...] = (),
+    ):  # fmt: skip
+        self.where, self.M, self.width = where, M, sum(rows) + sum(plain)
         self.missing = MAX_WEIGHTS - len(rows)
         config = tuning.lookup("hopper_fp8_few", where, M=M)
         height, blocks, pdl = config["ROWS"], K // BLOCK, device.overlaps_launches(where)
@@ -71,9 +72,10 @@ class _Few:
         self.parts = 1 if whole else parts_of_k(where, rows, blocks)
         steps = math.gcd(config["STEPS"], -(-blocks // self.parts), blocks)
         early = (("launch_pdl", True),) if pdl else ()
+        tiles += sum([-(-n // PLAIN_ROWS) for n in plain])
+        sizes = (*rows, *(0,) * self.missing, *plain, *(0,) * (MAX_PLAIN - len(plain)))
         self.product = Launch(
-            few_kernel, (tiles, self.parts), where,
-            numbers=(M, self.width, padded(M), *rows, *(0,) * self.missing),
+            few_kernel, (tiles, self.parts), where, numbers=(M, self.width, padded(M), *sizes),
             constexprs=(K, _tokens(M), height, steps, self.parts, pdl),
             options=(
                 ("num_warps", config["num_warps"]), ("num_stages", config["num_stages"]), *early
@@ -87,10 +89,16 @@ class _Few:
         )  # fmt: skip
 
     def __call__(
-        self, x: Sequence, weights: Sequence, scales: Sequence, added: Optional[torch.Tensor] = None
+        self,
+        x: Sequence,
+        weights: Sequence,
+        scales: Sequence,
+        added: Optional[torch.Tensor] = None,
+        plain: Sequence = (),  # x and weights in bf16
     ) -> torch.Tensor:  # [M, N]
         more = self.missing
         tensors = (*x, *weights, *weights[:1] * more, *scales, *scales[:1] * more)
+        tensors += (plain[0], plain[1], plain[-1]) if plain else (None, None, None)
         y = torch.empty((self.M, self.width), dtype=torch.bfloat16, device=self.where)
         if self.parts == 1:
             self.product(*tensors, y)
@@ -101,18 +109,33 @@ class _Few:
         return y
 
 
+def _are_plain(codes: torch.Tensor, M: int, x: torch.Tensor, weights: Sequence) -> bool:
+    """x [M, K] and weights [N_i, K] are in bf16 and lie densely, beside the codes of x."""
+    return len(x) == M and all([
+        t.dtype is torch.bfloat16 and t.is_contiguous() and t.device == codes.device
+        and t.shape[1:] == codes.shape[1:] and t.shape[0] > 0
+        for t in (x, *weights)
+    ])  # fmt: skip
+
+
 def prepare_few_fwd(call: Few) -> Optional[Callable]:
     """The tensors of a call -> x W_i^T side by side, [M, N] bf16, in a launch or two. The weights
     begin at multiples of 16 bytes, which the caller sees to."""
-    codes, _, *tensors, (M,) = call
+    codes, _, *tensors, x, p0, p1, (M,) = call
     there = [w for w in tensors[:MAX_WEIGHTS] if w is not None]
+    plain = [p for p in (p0, p1) if p is not None]
     if not _supports(codes, M, there, tensors[MAX_WEIGHTS:]):
         return None
+    if plain and not _are_plain(codes, M, x, plain):
+        return None
     last, end = 2 + len(there), 2 + MAX_WEIGHTS + len(there)
-    product = _Few(codes.device, M, codes.shape[1], tuple([w.shape[0] for w in there]))
+    first, behind = 2 + 2 * MAX_WEIGHTS, 3 + 2 * MAX_WEIGHTS + len(plain) if plain else 0
+    rows, others = (tuple([w.shape[0] for w in side]) for side in (there, plain))
+    product = _Few(codes.device, M, codes.shape[1], rows, plain=others)
 
     def run(*tensors):
-        return product(tensors[:2], tensors[2:last], tensors[2 + MAX_WEIGHTS : end])
+        scales, plain = tensors[2 + MAX_WEIGHTS : end], tensors[first:behind]
+        return product(tensors[:2], tensors[2:last], scales, None, plain)
 
     return run
 

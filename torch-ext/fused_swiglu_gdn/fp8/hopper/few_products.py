@@ -1,8 +1,8 @@
 """Products of few tokens in e4m3 with block scales: w x^T by wgmma, weights as its rows.
 
 A step is 128 columns, over which all scales are constant: its product is made in fp32 by wgmmas and
-added once it is scaled: acc = fma(part, s_x s_w, acc). Tokens are columns of the product and never
-meet, so what stands in those past the last may be anything.
+added once it is scaled: acc = fma(part, s_x s_w, acc). Scales are read a step ahead. Tokens are
+columns of the product and never meet, so what stands in those past the last may be anything.
 
 Sizes: M tokens, P of them with padding, K columns, N rows of all weights together.
 """
@@ -12,10 +12,10 @@ import triton.language as tl
 
 from ...projection.portable.token import weight_of
 from ...runtime.primitives import activate
-from ..call import BLOCK
+from ..call import BLOCK, PLAIN_ROWS
 from ..portable.quantise import codes_of, scale_of
 
-_BLOCK = tl.constexpr(BLOCK)
+_BLOCK, _PLAIN_ROWS = tl.constexpr(BLOCK), tl.constexpr(PLAIN_ROWS)
 
 
 @triton.jit
@@ -27,9 +27,82 @@ def _part(w_ptrs, x_ptrs, k, mask_m):
 
 
 @triton.jit
-def _scale(x_scales, w_scales, k, P, mask_m):
-    """Returns the scales of step k, [BLOCK_M]."""
-    return tl.load(x_scales + k * P, mask=mask_m, other=0.0) * tl.load(w_scales + k)
+def _scales(x_scales, w_scales, k, P, mask_m):
+    """Returns the scales of step k: of tokens [BLOCK_M], and of the weight."""
+    return tl.load(x_scales + k * P, mask=mask_m, other=0.0), tl.load(w_scales + k)
+
+
+@triton.jit
+def _few_tile(
+    tile, x_ptr, x_scale_ptr, w_ptr, s_ptr, y_ptr, count, column, M, N, P, K: tl.constexpr,
+    BLOCK_M: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Columns of y from `column` on: x times ROWS rows of a weight in FP8 with `count` of them."""
+    blocks: tl.constexpr = K // _BLOCK
+    offs_m, offs_k = tl.arange(0, BLOCK_M), tl.arange(0, _BLOCK)
+    offs_n = tile * ROWS + tl.arange(0, ROWS)
+    mask_m = offs_m < M
+    # rows past the end read the last one, and nothing of them is stored
+    w_row = tl.minimum(offs_n, count - 1).to(tl.int64)
+    share: tl.constexpr = (blocks + PARTS - 1) // PARTS
+    first = tl.program_id(1) * share
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    w_ptrs = w_ptr + w_row[:, None] * K + offs_k[None, :]
+    x_ptrs = x_ptr + offs_m[:, None] * K + offs_k[None, :]
+    w_scales = s_ptr + tile * ROWS // _BLOCK * blocks
+    x_scales = x_scale_ptr + offs_m
+    y_ptr += tl.program_id(1).to(tl.int64) * M * N
+    acc = tl.zeros((ROWS, BLOCK_M), tl.float32)
+    after = tl.minimum(first, blocks - STEPS)  # a last part of K may be empty
+    x_scale0, w_scale0 = _scales(x_scales, w_scales, after, P, mask_m)
+    if STEPS > 1:
+        x_scale1, w_scale1 = _scales(x_scales, w_scales, after + 1, P, mask_m)
+    for k in range(first, tl.minimum(first + share, blocks), STEPS):
+        after = tl.minimum(k + STEPS, blocks - STEPS)
+        x_after0, w_after0 = _scales(x_scales, w_scales, after, P, mask_m)
+        part0 = _part(w_ptrs, x_ptrs, k, mask_m)
+        if STEPS > 1:
+            x_after1, w_after1 = _scales(x_scales, w_scales, after + 1, P, mask_m)
+            part1 = _part(w_ptrs, x_ptrs, k + 1, mask_m)
+        acc += part0 * (x_scale0 * w_scale0)[None, :]
+        x_scale0, w_scale0 = x_after0, w_after0
+        if STEPS > 1:
+            acc += part1 * (x_scale1 * w_scale1)[None, :]
+            x_scale1, w_scale1 = x_after1, w_after1
+    offs_y = offs_m[None, :] * N + column + offs_n[:, None]
+    mask = mask_m[None, :] & (offs_n < count)[:, None]
+    tl.store(y_ptr + offs_y, acc.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _plain_tile(
+    tile, x_ptr, w_ptr, y_ptr, count, column, M, N, K: tl.constexpr, BLOCK_M: tl.constexpr,
+    PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The same of a weight in bf16, by x in bf16."""
+    blocks: tl.constexpr = K // _BLOCK
+    offs_m, offs_k = tl.arange(0, BLOCK_M), tl.arange(0, _BLOCK)
+    offs_n = tile * _PLAIN_ROWS + tl.arange(0, _PLAIN_ROWS)
+    mask_m = offs_m < M
+    w_row = tl.minimum(offs_n, count - 1).to(tl.int64)
+    share: tl.constexpr = (blocks + PARTS - 1) // PARTS
+    first = tl.program_id(1) * share
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    w_ptrs = w_ptr + w_row[:, None] * K + offs_k[None, :]
+    x_ptrs = x_ptr + offs_m[:, None] * K + offs_k[None, :]
+    y_ptr += tl.program_id(1).to(tl.int64) * M * N
+    acc = tl.zeros((_PLAIN_ROWS, BLOCK_M), tl.float32)
+    for k in tl.range(first, tl.minimum(first + share, blocks), num_stages=3):
+        x = tl.load(x_ptrs + k * _BLOCK, mask=mask_m[:, None], other=0.0)
+        acc = tl.dot(tl.load(w_ptrs + k * _BLOCK), x.T, acc)
+    offs_y = offs_m[None, :] * N + column + offs_n[:, None]
+    mask = mask_m[None, :] & (offs_n < count)[:, None]
+    tl.store(y_ptr + offs_y, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["M", "P"])
@@ -48,6 +121,9 @@ def few_kernel(
     s3_ptr,
     s4_ptr,
     s5_ptr,
+    tokens_ptr,  # [M, K] bf16, where there are weights in bf16
+    p0_ptr,  # [plain0, K] bf16
+    p1_ptr,
     y_ptr,  # [M, N], or [PARTS, M, N] fp32
     M,
     N,
@@ -58,60 +134,46 @@ def few_kernel(
     rows3,
     rows4,
     rows5,
+    plain0,
+    plain1,
     K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     ROWS: tl.constexpr,  # of a weight that a program takes: they share a block of scales
-    STEPS: tl.constexpr,  # 1, 2 or 4 products are on their way at once
+    STEPS: tl.constexpr,  # 1 or 2 products are on their way at once
     PARTS: tl.constexpr,
     PDL: tl.constexpr,  # it may begin before what it follows has ended
 ):
-    """y = x [W_0; W_1; ...]^T of one part of K."""
-    blocks: tl.constexpr = K // _BLOCK
+    """y = x [W_0; W_1; ...]^T of one part of K, and behind it the products with weights in bf16,
+    which the first programs make."""
     rows = (rows0, rows1, rows2, rows3, rows4, rows5)
+    others = 0
+    if p0_ptr is not None:
+        tiles0 = tl.cdiv(plain0, _PLAIN_ROWS)
+        others = tiles0 + tl.cdiv(plain1, _PLAIN_ROWS)
     tile, w_ptr, count, column = weight_of(
-        tl.program_id(0), w0_ptr, w1_ptr, w2_ptr, w3_ptr, w4_ptr, w5_ptr, *rows, ROWS
+        tl.program_id(0) - others, w0_ptr, w1_ptr, w2_ptr, w3_ptr, w4_ptr, w5_ptr, *rows, ROWS
     )
     _, s_ptr, _, _ = weight_of(
-        tl.program_id(0), s0_ptr, s1_ptr, s2_ptr, s3_ptr, s4_ptr, s5_ptr, *rows, ROWS
+        tl.program_id(0) - others, s0_ptr, s1_ptr, s2_ptr, s3_ptr, s4_ptr, s5_ptr, *rows, ROWS
     )
-    offs_m, offs_k = tl.arange(0, BLOCK_M), tl.arange(0, _BLOCK)
-    offs_n = tile * ROWS + tl.arange(0, ROWS)
-    mask_m = offs_m < M
-    # rows past the end read the last one, and nothing of them is stored
-    w_row = tl.minimum(offs_n, count - 1).to(tl.int64)
-    share: tl.constexpr = (blocks + PARTS - 1) // PARTS
-    first = tl.program_id(1) * share
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    w_ptrs = w_ptr + w_row[:, None] * K + offs_k[None, :]
-    x_ptrs = x_ptr + offs_m[:, None] * K + offs_k[None, :]
-    w_scales = s_ptr + tile * ROWS // _BLOCK * blocks
-    x_scales = x_scale_ptr + offs_m
-    y_ptr += tl.program_id(1).to(tl.int64) * M * N
-    acc = tl.zeros((ROWS, BLOCK_M), tl.float32)
-    for k in range(first, tl.minimum(first + share, blocks), STEPS):
-        scale0 = _scale(x_scales, w_scales, k, P, mask_m)
-        if STEPS > 1:
-            scale1 = _scale(x_scales, w_scales, k + 1, P, mask_m)
-        if STEPS > 2:
-            scale2 = _scale(x_scales, w_scales, k + 2, P, mask_m)
-            scale3 = _scale(x_scales, w_scales, k + 3, P, mask_m)
-        part0 = _part(w_ptrs, x_ptrs, k, mask_m)
-        if STEPS > 1:
-            part1 = _part(w_ptrs, x_ptrs, k + 1, mask_m)
-        if STEPS > 2:
-            part2 = _part(w_ptrs, x_ptrs, k + 2, mask_m)
-            part3 = _part(w_ptrs, x_ptrs, k + 3, mask_m)
-        acc += part0 * scale0[None, :]
-        if STEPS > 1:
-            acc += part1 * scale1[None, :]
-        if STEPS > 2:
-            acc += part2 * scale2[None, :]
-            acc += part3 * scale3[None, :]
-    offs_y = offs_m[None, :] * N + column + offs_n[:, None]
-    mask = mask_m[None, :] & (offs_n < count)[:, None]
-    tl.store(y_ptr + offs_y, acc.to(y_ptr.dtype.element_ty), mask=mask)
+    if p0_ptr is None:
+        _few_tile(
+            tile, x_ptr, x_scale_ptr, w_ptr, s_ptr, y_ptr, count, column, M, N, P, K, BLOCK_M, ROWS,
+            STEPS, PARTS, PDL,
+        )  # fmt: skip
+    elif tl.program_id(0) >= others:
+        _few_tile(
+            tile, x_ptr, x_scale_ptr, w_ptr, s_ptr, y_ptr, count, column, M, N, P, K, BLOCK_M, ROWS,
+            STEPS, PARTS, PDL,
+        )  # fmt: skip
+    else:
+        second = tl.program_id(0) >= tiles0
+        tile = tl.where(second, tl.program_id(0) - tiles0, tl.program_id(0))
+        column = N - plain1 - tl.where(second, 0, plain0)
+        _plain_tile(
+            tile, tokens_ptr, tl.where(second, p1_ptr, p0_ptr), y_ptr,
+            tl.where(second, plain1, plain0), column, M, N, K, BLOCK_M, PARTS, PDL,
+        )  # fmt: skip
 
 
 @triton.jit
