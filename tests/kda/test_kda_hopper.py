@@ -50,6 +50,17 @@ def test_leaves_the_rest(monkeypatch, what):
     assert not served(monkeypatch, x, use_qk_l2norm=what != "l2norm")
 
 
+def test_softplus_of_raw_gates():
+    """The polynomial for log(1 + x) in fp32, as the kernel has it, is exact to a few roundings."""
+    powers = submodule("kda.hopper.gates").LOG1P.value
+    x = torch.cat([torch.linspace(0.001, 1, 4001), 10.0 ** -torch.linspace(3, 35, 999)])
+    y = torch.full_like(x, powers[-1])
+    for coefficient in powers[-2::-1]:
+        y = y * x + coefficient
+    wanted = torch.log1p(x.double())
+    assert ((y * x - wanted).abs() < 3e-7 * wanted).all()
+
+
 def run(call):
     stale = torch.full((2**24,), float("nan"), device="cuda")
     del stale  # the caching allocator hands this memory to what the call allocates
@@ -114,6 +125,31 @@ class TestPrompts:
         found, wanted = check(x, cu_seqlens=lengths, state_indices=rows, **options)
         assert found[1] is x["initial_state"] and not found[0][:, 199:].any()
         assert_close(found[2][:3], wanted[2][:3], BF16)  # the last sequence is skipped
+
+    @pytest.mark.parametrize("v_first", [False, True])
+    @pytest.mark.parametrize("state", [torch.float32, BF16])
+    def test_states_and_checkpoints(self, state, v_first):
+        x = inputs(450)
+        x["initial_state"] = torch.randn(1, 4, 128, 128, device="cuda").to(state)
+        options = {"state_v_first": v_first, "state_dtype": state, "checkpoint_every": 128}
+        found, wanted = check(x, **options)
+        assert found[1].dtype == state
+        assert_close(found[2], wanted[2], BF16)
+
+    @pytest.mark.parametrize("V, kernel", [(128, "gdn_scan_fwd_kernel"), (64, "_scan_kernel")])
+    def test_launches(self, V, kernel):
+        names, call = [], prompt(inputs(200, V=V), use_qk_l2norm=True)
+        launches = submodule("runtime.launch")
+        with launches.watched(lambda launch, tensors: names.append(launch.kernel.__name__)):
+            run(call)
+        assert names == ["kda_prepare_fwd_kernel", kernel]
+
+    def test_values_at_any_address(self):
+        x = inputs(200)
+        x["v"] = torch.cat([x["v"].new_zeros(1), x["v"].flatten()])[1:].view_as(x["v"])
+        check(x)
+        x["v"] = torch.randn(1, 200, 4, 132, device="cuda").to(BF16)[..., :128]
+        check(x)
 
     def test_views(self):
         x = inputs(200)

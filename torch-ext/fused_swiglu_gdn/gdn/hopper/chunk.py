@@ -19,7 +19,7 @@ from .backward import prepare_gdn_chunk_bwd  # noqa: F401
 from .plan import HEAD_DIM, Prepare, Scan, lies_for_tma
 
 
-def _dense_heads(state: Optional[torch.Tensor]) -> bool:
+def dense_heads(state: Optional[torch.Tensor]) -> bool:
     """True if the heads of each row of a state or pool are contiguous; rows may have any stride."""
     return state is None or state.stride()[1:] == (HEAD_DIM * HEAD_DIM, HEAD_DIM, 1)
 
@@ -43,7 +43,7 @@ def computes(call) -> bool:
         and 0 < call.B * call.T < 2**30
         and (call.cu_seqlens is None or call.N > 0)
         and all(lies_for_tma(x) for x in (call.q, call.k, call.v))
-        and _dense_heads(call.initial_state)
+        and dense_heads(call.initial_state)
     )
 
 

@@ -179,7 +179,7 @@ class Scan:
             *(token_map(x.shape, x.stride(), x.dtype, K, packed) for x in (q, k)),
             token_map(v.shape, v.stride(), v.dtype, 64, packed),
             token_map(v.shape, dense, v.dtype, 64, packed),
-            *(block, block, tile_map(torch.float32, (units * 256,), (1,), 256)),
+            *(block, block, tile_map(torch.float32, (units * 256,), (1,), 256), None),
         )
 
         def launch(W: int, transition: int = 0) -> Launch:
@@ -230,7 +230,7 @@ class Scan:
         checkpoints = None
         if self.checkpoints is not None:
             checkpoints = v.new_zeros(self.checkpoints[0], dtype=self.checkpoints[1])
-        tensors = (q, k, v, o, *blocks)
+        tensors = (q, k, v, o, *blocks, None)  # Ke is of Kimi Delta Attention
         rest = (state_indices, cu_seqlens, decay, warm, o)
         if self.carry is not None:
             self.transition(*tensors, initial_state, final, None, *rest)

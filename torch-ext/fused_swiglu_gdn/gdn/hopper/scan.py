@@ -39,7 +39,9 @@ STAGES = gl.constexpr(3)
 @gluon.jit
 def _load_partition(u, h0_ptr, hT_ptr, ck_ptr, o_ptr, V_FIRST: gl.constexpr):
     """Loads chunk after chunk into the ring, up to STAGES ahead; one warp."""
-    BYTES: gl.constexpr = C * (2 * D + 64 * u.W + 2 * C) * 2 + 4 * C * 4
+    FACTORS: gl.constexpr = u.f_smem.shape[1]
+    OPERANDS: gl.constexpr = 2 if u.e_desc is None else 3
+    BYTES: gl.constexpr = C * (OPERANDS * D + 64 * u.W + 2 * C) * 2 + FACTORS * 4
     for c in range(u.chunks):
         s = c % STAGES
         full = u.full.index(s)
@@ -47,14 +49,19 @@ def _load_partition(u, h0_ptr, hT_ptr, ck_ptr, o_ptr, V_FIRST: gl.constexpr):
         mbarrier.expect(full, BYTES)
         row = u.row + c * C
         block = u.block + c * u.heads
+        if u.e_desc is not None:  # then k and q are what prepare wrote
+            if c == 0:
+                wait_for_predecessor()
+            _load_tokens(u.e_desc, u, row, u.key_head, 0, u.e_smem.index(s), full)
         _load_tokens(u.k_desc, u, row, u.key_head, 0, u.k_smem.index(s), full)
         for w in gl.static_range(u.W):
             v_smem = u.v_smem.index(s * u.W + w)
             _load_tokens(u.v_desc, u, row, u.head, u.column + w * u.second, v_smem, full)
         _load_tokens(u.q_desc, u, row, u.key_head, 0, u.q_smem.index(s), full)
-        if c == 0:
-            wait_for_predecessor()
-        tma_load(u.f_desc, [block * (4 * C)], full, u.f_smem.index(s))
+        if u.e_desc is None:
+            if c == 0:
+                wait_for_predecessor()
+        tma_load(u.f_desc, [block * FACTORS], full, u.f_smem.index(s))
         tma_load(u.t_desc, [block * C, 0], full, u.t_smem.index(s))
         tma_load(u.p_desc, [block * C, 0], full, u.p_smem.index(s))
 
@@ -130,6 +137,18 @@ def _initial_state(u, h0_ptr, o_ptr, column, W_INDEX: gl.constexpr, V_FIRST: gl.
 
 
 @gluon.jit
+def _decayed(u, S, slot, more):
+    """gam_C S for the chunk in a slot of the ring; S if there is none."""
+    f = u.f_smem.index(slot)
+    if u.e_desc is None:
+        S = decayed_state(S, f, more)
+    else:
+        gam = f.load(gl.SliceLayout(0, acc_layout(D)))
+        S = S * gl.expand_dims(gl.where(more, gam, 1.0), 0)
+    return S
+
+
+@gluon.jit
 def _state_partition(
     u, h0_ptr, hT_ptr, ck_ptr, o_ptr, W_INDEX: gl.constexpr, V_FIRST: gl.constexpr
 ):
@@ -144,29 +163,37 @@ def _state_partition(
     ob = gl.zeros((64, C), DTYPE, X_LAYOUT)
     next_ck, ck_row = u.next_ck, u.ck_row
     mbarrier.wait(u.full.index(0), 0, pred=u.chunks > 0)
-    S = pin(decayed_state(S, u.f_smem.index(0), u.chunks > 0))
+    S = pin(_decayed(u, S, 0, u.chunks > 0))
     for c in range(u.chunks):
         s, n = c % STAGES, (c + 1) % STAGES  # this chunk's slot and the next one's
-        k, f = u.k_smem.index(s), u.f_smem.index(s)
+        k, f, end = u.k_smem.index(s), u.f_smem.index(s), u.k_smem.index(s)
+        if u.e_desc is not None:
+            end = u.e_smem.index(s)
         sk = start_product(Sa, k)
         o1 = start_product(Sa, u.q_smem.index(s))
         # Under these two: give the previous slot back, send the previous O out, fetch V and F0.
         mbarrier.arrive(u.empty.index((c + STAGES - 1) % STAGES), count=1, pred=c > 0)
         if c > u.warm:
             _store_tokens(u, o_smem, ob, c - 1, W_INDEX)
-        f0 = f.slice(0, C).load(TOKEN)
+        if u.e_desc is None:
+            f0 = f.slice(0, C).load(TOKEN)
         v = u.v_smem.index(s * u.W + W_INDEX).permute((1, 0)).load(X_LAYOUT)
         sk = warpgroup_mma_wait(1, (sk,))
-        x = v.to(gl.float32) - gl.expand_dims(f0, 0) * sk
-        vt = start_product(as_a(x, DTYPE), u.t_smem.index(s))
-        # Under the Tb product: scale O.
-        o1 = warpgroup_mma_wait(1, (o1,))
-        o1 = o1 * gl.expand_dims(f.slice(2 * C, C).load(TOKEN), 0)
-        f1 = f.slice(C, C).load(TOKEN)
-        vt, o1, f1 = warpgroup_mma_wait(0, (vt, o1, f1))  # all named: none moves past it
-        wa = as_a(vt * gl.expand_dims(f1, 0), DTYPE)
+        if u.e_desc is None:
+            x = v.to(gl.float32) - gl.expand_dims(f0, 0) * sk
+            vt = start_product(as_a(x, DTYPE), u.t_smem.index(s))
+            # Under the Tb product: scale O.
+            o1 = warpgroup_mma_wait(1, (o1,))
+            o1 = o1 * gl.expand_dims(f.slice(2 * C, C).load(TOKEN), 0)
+            f1 = f.slice(C, C).load(TOKEN)
+            vt, o1, f1 = warpgroup_mma_wait(0, (vt, o1, f1))  # all named: none moves past it
+            wa = as_a(vt * gl.expand_dims(f1, 0), DTYPE)
+        else:  # the factors are in the operands
+            vt = start_product(as_a(v.to(gl.float32) - sk, DTYPE), u.t_smem.index(s))
+            vt, o1 = warpgroup_mma_wait(0, (vt, o1))
+            wa = as_a(vt, DTYPE)
         wa = gl.convert_layout(wa, a_layout(D), assert_trivial=True)
-        S = warpgroup_mma(wa, k, S, is_async=True)
+        S = warpgroup_mma(wa, end, S, is_async=True)
         p = u.p_smem.index(s).permute((1, 0))
         o = warpgroup_mma(as_a(vt, DTYPE), p, o1, is_async=True)
         more = c + 1 < u.chunks
@@ -175,7 +202,7 @@ def _state_partition(
         # Under the P product: round S, and scale it for the next chunk.
         Sa = pin(as_a(S, DTYPE))
         if ck_ptr is None:
-            S = decayed_state(S, u.f_smem.index(n), more)
+            S = _decayed(u, S, n, more)
         # ptxas lets no wgmma cross the back edge if a plain instruction reads its result later.
         o, S = warpgroup_mma_wait(0, (o, S))
         ob = pin(o.to(DTYPE))
@@ -185,7 +212,7 @@ def _state_partition(
                 gl.store(ck + _state_offsets(column, V_FIRST), S.to(ck_ptr.dtype.element_ty))
                 next_ck += u.every
                 ck_row += u.heads
-            S = decayed_state(S, u.f_smem.index(n), more)
+            S = _decayed(u, S, n, more)
     if u.chunks > u.warm:
         _store_tokens(u, o_smem, ob, u.chunks - 1, W_INDEX)
     # Also where no chunk was: this kernel must not end before prepare does, nor write o before the
@@ -214,7 +241,7 @@ def _state_partition_1(u, h0_ptr, hT_ptr, ck_ptr, o_ptr, V_FIRST: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["T", "HV", "H", "N", "every", "split", "pool_step", "transition"])
 def gdn_scan_fwd_kernel(
-    q_desc, k_desc, v_desc, o_desc, t_desc, p_desc, f_desc,  # as in Unit
+    q_desc, k_desc, v_desc, o_desc, t_desc, p_desc, f_desc, e_desc,  # as in Unit
     h0_ptr,  # [N or pool, HV, K, V] fp32 or 16 bits, or None
     hT_ptr,  # likewise; h0_ptr if IN_PLACE
     ck_ptr,  # [checkpoint rows, HV, K, V] likewise, or None
@@ -243,7 +270,11 @@ def gdn_scan_fwd_kernel(
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, C, D], LAYOUT)
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES * W, C, 64], LAYOUT)
     t_smem = gl.allocate_shared_memory(t_desc.dtype, [STAGES, C, C], LAYOUT)
-    f_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * C], f_desc.layout)
+    FACTORS: gl.constexpr = f_desc.block_type.shape[0]
+    f_smem = gl.allocate_shared_memory(gl.float32, [STAGES, FACTORS], f_desc.layout)
+    e_smem: gl.constexpr = None
+    if e_desc is not None:
+        e_smem = gl.allocate_shared_memory(e_desc.dtype, [STAGES, C, D], LAYOUT)
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES, C, D], LAYOUT)
     p_smem = gl.allocate_shared_memory(p_desc.dtype, [STAGES, C, C], LAYOUT)
     o_smem = gl.allocate_shared_memory(o_desc.dtype, [W, C, 64], LAYOUT)
@@ -259,8 +290,8 @@ def gdn_scan_fwd_kernel(
         IN_PLACE, W, BY_LENGTHS,
     )  # fmt: skip
     u = Unit(
-        q_desc, k_desc, v_desc, o_desc, t_desc, p_desc, f_desc, q_smem, k_smem, v_smem, t_smem,
-        p_smem, f_smem, o_smem, full, empty, *where, W,
+        q_desc, k_desc, v_desc, o_desc, t_desc, p_desc, f_desc, e_desc, q_smem, k_smem, v_smem,
+        t_smem, p_smem, f_smem, e_smem, o_smem, full, empty, *where, W,
     )  # fmt: skip
     args = (u, h0_ptr, hT_ptr, ck_ptr, o_ptr, V_FIRST)
     # Triton passes args to the workers through memory that the reductions in `place` may still use.

@@ -29,13 +29,15 @@ class Unit:
     o_desc: tma.tensor_descriptor  # likewise
     t_desc: tma.tensor_descriptor  # Tb [rows * HV * C, C] box [C, C]
     p_desc: tma.tensor_descriptor  # P, likewise
-    f_desc: tma.tensor_descriptor  # F [rows * HV * 4 * C] fp32 box [4 * C]
+    f_desc: tma.tensor_descriptor  # F [rows * HV * 4 * C] fp32 box [4 * C]; gam with e_desc
+    e_desc: object  # Ke like k, of Kimi Delta Attention, or None
     q_smem: gl.shared_memory_descriptor  # [STAGES, C, K]
     k_smem: gl.shared_memory_descriptor  # [STAGES, C, K]
     v_smem: gl.shared_memory_descriptor  # [STAGES * W, C, 64]
     t_smem: gl.shared_memory_descriptor  # [STAGES, C, C]
     p_smem: gl.shared_memory_descriptor  # [STAGES, C, C]
-    f_smem: gl.shared_memory_descriptor  # [STAGES, 4 * C] fp32
+    f_smem: gl.shared_memory_descriptor  # [STAGES, 4 * C] fp32; [STAGES, K] with e_desc
+    e_smem: object  # [STAGES, C, K], or None
     o_smem: gl.shared_memory_descriptor  # [W, C, 64]
     full: gl.shared_memory_descriptor  # [STAGES] mbarriers: the slot's loads are complete
     empty: gl.shared_memory_descriptor  # [STAGES] mbarriers: all state warpgroups are done with it
@@ -172,10 +174,11 @@ def place(
     total = (tokens + C - 1) // C
     segments = count_segments(tokens, split, MIN_SEGMENT * C)
     begin, stop, warm, needed = n * 0, gl.where(i == 0, total, 0), n * 0, i < 0
-    if segments > 1:
-        begin, stop, warm, needed = _segment(
-            decay_ptr, warm_ptr, block, HV, slot * HV + head, i, total, segments, transition
-        )
+    if decay_ptr is not None:
+        if segments > 1:
+            begin, stop, warm, needed = _segment(
+                decay_ptr, warm_ptr, block, HV, slot * HV + head, i, total, segments, transition
+            )
     work = stop - begin
     source = n
     if index_ptr is not None:

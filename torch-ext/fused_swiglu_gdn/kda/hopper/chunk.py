@@ -5,9 +5,12 @@ from typing import Callable, Optional, Union
 import torch
 
 from ...gdn.chunks import CHUNK
-from ...gdn.hopper.plan import block_map, lies_for_tma, token_map
+from ...gdn.hopper.chunk import dense_heads
+from ...gdn.hopper.plan import CAP, REGISTERS, block_map, lies_for_tma, token_map
+from ...gdn.hopper.scan import gdn_scan_fwd_kernel
 from ...runtime import device
 from ...runtime.dtypes import HALF, SERVED
+from ...runtime.gluon import tile_map
 from ...runtime.launch import Launch, aligned, by_alignment, steps
 from ..call import KdaBackward, KdaCall
 from ..portable import backward
@@ -16,7 +19,7 @@ from ..portable.recurrent import on_dense_gates
 from .prepare import kda_prepare_fwd_kernel
 
 HEAD_DIM = 128
-REGISTERS = 168  # of a thread of prepare: three programs a multiprocessor
+PREPARE_CAP = 168  # registers of a thread of prepare: three programs a multiprocessor
 
 
 class Prepare:
@@ -37,7 +40,7 @@ class Prepare:
             kda_prepare_fwd_kernel, self.rows * HV, q.device, maps=(*tokens, block, block, kept),
             numbers=(steps(call.beta), *chunks, options.scale),
             constexprs=(HV, HV // H, options.beta_max, options.lower_bound),
-            options=(("num_warps", 4), ("maxnreg", REGISTERS)), guarded=True,
+            options=(("num_warps", 4), ("maxnreg", PREPARE_CAP)), guarded=True,
         )  # fmt: skip
 
     def __call__(self, q, k, g, beta, A_log, dt_bias, cu_seqlens) -> tuple:
@@ -98,8 +101,55 @@ def _prepare_kind(call: KdaBackward) -> type:
     return Prepare if aligned(call.q, call.k, call.g) else portable.Prepare
 
 
+class Scan:
+    """The launch of the gated delta rule's scan for calls of one kind, one state warpgroup a CTA.
+
+    No sequence is cut: what a chunk's transition keeps has no bound that is close for gates that
+    differ between channels.
+    """
+
+    __slots__ = ("kernel",)
+
+    def __init__(self, call: KdaCall):
+        v, N, HV, options, dtype = call.v, call.N, call.HV, call.options, call.v.dtype
+        units, packed = call.rows * HV, call.cu_seqlens is not None
+        size = (call.B, call.T, HV, HEAD_DIM)
+        dense = (call.T * HV * HEAD_DIM, HV * HEAD_DIM, HEAD_DIM, 1)
+        operand, block = token_map(size, dense, dtype, HEAD_DIM, packed), block_map(units, dtype)
+        maps = (
+            operand, operand, token_map(v.shape, v.stride(), dtype, 64, packed),
+            token_map(size, dense, dtype, 64, packed), block, block,
+            tile_map(torch.float32, (units * HEAD_DIM,), (1,), HEAD_DIM), operand,
+        )  # fmt: skip
+        pool_step = 0 if call.initial_state is None else call.initial_state.stride(0)
+        every = max(options.checkpoint_every // CHUNK, 1)
+        in_place = call.state_indices is not None
+        self.kernel = Launch(
+            gdn_scan_fwd_kernel, N * HV * 2, v.device, maps=maps,
+            numbers=(call.T, HV, HV, N, every, 1, pool_step, 0),
+            constexprs=(in_place, 1, options.state_v_first, *REGISTERS[1], False),
+            options=(("num_warps", 4), ("maxnreg", CAP[1]), ("launch_pdl", True)), guarded=True,
+        )  # fmt: skip
+
+    @staticmethod
+    def serves(call: KdaCall) -> bool:
+        """True for values of 128 channels that TMA can read, at multiples of 16 bytes."""
+        return call.V == HEAD_DIM and lies_for_tma(call.v) and dense_heads(call.initial_state)
+
+    def __call__(self, tokens, blocks, cu_seqlens, states, k_end) -> None:
+        """The arguments of gdn/portable/scan.py's Scan, with Ke."""
+        initial_state, state_indices, final, checkpoints = states
+        rest = (state_indices, cu_seqlens, None, None, tokens[3])
+        self.kernel(*tokens, *blocks, k_end, initial_state, final, checkpoints, *rest)
+
+
 class Chunked(portable.Chunked):
-    """portable.Chunked with the prepare above."""
+    """portable.Chunked with the prepare above, and the scan where it serves."""
 
     __slots__ = ()
     PREPARE = Prepare
+
+    def __init__(self, call: KdaCall):
+        super().__init__(call)
+        if Scan.serves(call):
+            self.scan = Scan(call)

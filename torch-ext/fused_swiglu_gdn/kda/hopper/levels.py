@@ -86,14 +86,6 @@ def halves_product(x, y):
 
 
 @gluon.jit
-def exp2_short(x):
-    """2^x, which is 0 where it is no normal number: one instruction."""
-    return gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
 def add_levels(kk, qk, k, q, a, i, j):
     """Adds 32 channels' share of levels 1 to 8 to A (symmetric, no diagonal) and P [4, 16, 16].
 

@@ -12,7 +12,7 @@ block has 1 in place of 4.
 
 from ...gdn.hopper.blocks import operand
 from ...gdn.hopper.primitives import C, D, locate
-from ...gdn.portable.gates import LOG2_E, LOG2_E_REST, channel_log_decay, write_strength
+from ...gdn.portable.gates import LOG2_E, LOG2_E_REST, write_strength
 from ...gdn.portable.primitives import level
 from ...runtime.gluon import (
     as_box,
@@ -28,11 +28,11 @@ from ...runtime.gluon import (
     tma_store_wait,
 )
 from ...runtime.primitives import exact_exp2
+from .gates import exp2_short, rate_of, raw_log_decay
 from .levels import (
     TILE,
     X,
     add_levels,
-    exp2_short,
     halves_product,
     left,
     of_token,
@@ -327,12 +327,11 @@ def kda_prepare_fwd_kernel(
     if lengths_ptr is not None:
         _store_lengths(lengths_ptr + unit * (3 * C), rk)
         _store_lengths(lengths_ptr + unit * (3 * C) + C, rq)
-    rk, rq = of_token(rk), of_token(rq)
+    rk, rq, rate = of_token(rk), of_token(rq), rate_of(A_log_ptr, hv)
     for p in range(PANELS):
         g = _tokens(g_smem.index(p)).to(gl.float32)
         if A_log_ptr is not None or LOWER is not None:
-            channel = hv * D + 32 * p + d
-            g = channel_log_decay(g, A_log_ptr, dt_bias_ptr, hv, channel, None, LOWER)
+            g = raw_log_decay(g, rate, dt_bias_ptr, hv * D + 32 * p + d, LOWER)
             g = gl.where(ok, g, 0.0)
         g = gl.maximum(g, LEAST)
         k = (_tokens(k_smem.index(p)).to(gl.float32) * rk).to(gl.float16)
