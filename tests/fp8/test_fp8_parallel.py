@@ -56,12 +56,13 @@ def check(wrap: str, device: str) -> dict:
     with torch.no_grad():
         want = truth(ids).logits
         theirs = relative_error(alone(ids).logits, want)
-    model = copy.deepcopy(alone)
+    model, own = copy.deepcopy(alone), False
     if wrap == "fsdp2 after":
         report, model = kernel.kernelize(model), wrapped(model, "fsdp2")
     else:
         model = wrapped(model, wrap)
         forwards = [m.__dict__.get("forward") for m in model.modules()]
+        own = "forward" in vars(model.model.layers[0].self_attn.q_norm)
         report = kernel.kernelize(model)
         assert len(kernel.kernelize(model).served) == len(report.served)
     served = [row.kind for row in report.served].count("FP8Linear")
@@ -71,7 +72,7 @@ def check(wrap: str, device: str) -> dict:
         error = relative_error(model(ids).logits, want)
     slope = relative_error(gradient(model, force), gradient(truth, force))
     found = {"served": served, "left": left, "calls": len(calls), "error": error, "slope": slope}
-    found |= {"theirs": theirs, "made": sorted(record)}
+    found |= {"theirs": theirs, "made": sorted(record), "own": own}
     assert kernel.restore(model) == len(report.served)
     if wrap != "fsdp2 after":
         assert [m.__dict__.get("forward") for m in model.modules()] == forwards
@@ -107,8 +108,9 @@ def test_two_processes_give_what_one_gives(results, wrap):
     for found in (each[wrap] for each in results):
         assert found["served"] == 14 and found["calls"] == 0, found
         assert {"multiply_fwd", "quantise_fwd", "norm_quantise_fwd"} <= set(found["made"])
-        # of tensor parallelism, norms of heads have a forward of their own
-        assert found["left"] == (["Qwen3RMSNorm"] if wrap == "tp" else [])
+        # newer releases' tensor parallelism gives norms of heads a forward of their own
+        assert found["left"] == (["Qwen3RMSNorm"] if found["own"] else [])
+        assert wrap == "tp" or not found["own"]
         assert found["error"] < 1.1 * found["theirs"] and found["restored"] < 1.1 * found["theirs"]
         assert found["slope"] < 0.2 and found["calls after"] == 14
     if wrap == "tp":
