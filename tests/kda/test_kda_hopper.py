@@ -79,23 +79,29 @@ def inputs(T, H=2, HV=4, dtype=BF16, gates="bounded", V=128, **more):
     return kda_inputs(1, T, H, HV, 128, V, dtype, gates, device="cuda", **more)
 
 
-@pytest.mark.gpu
-@compiled
-class TestPrompts:
+class Problems:
+    """What `check` of a class is called with."""
+
     @pytest.mark.parametrize("gates", GATES)
     @pytest.mark.parametrize("dtype", [BF16, FP16])
     def test_gates(self, gates, dtype):
         x = kda_inputs(2, 300, 2, 4, 128, 128, dtype, gates, device="cuda")
         x["initial_state"] = torch.randn(2, 4, 128, 128, device="cuda")
-        check(x)
+        self.check(x)
+
+    @pytest.mark.parametrize("H, HV, V", [(3, 3, 128), (1, 6, 128), (2, 2, 64), (1, 1, 256)])
+    def test_heads(self, H, HV, V):
+        self.check(inputs(200, H, HV, V=V))
+
+
+@pytest.mark.gpu
+@compiled
+class TestPrompts(Problems):
+    check = staticmethod(check)
 
     @pytest.mark.parametrize("T", [1, 15, 16, 17, 63, 64, 65, 130])
     def test_lengths(self, T):
         check(inputs(T))
-
-    @pytest.mark.parametrize("H, HV, V", [(3, 3, 128), (1, 6, 128), (2, 2, 64), (1, 1, 256)])
-    def test_heads(self, H, HV, V):
-        check(inputs(200, H, HV, V=V))
 
     @pytest.mark.parametrize("bound", [None, -5.0])
     def test_raw_gates(self, bound):
@@ -199,21 +205,12 @@ def check_backward(x, factor=1.0, **options):
 
 @pytest.mark.gpu
 @compiled
-class TestGradients:
-    @pytest.mark.parametrize("gates", GATES)
-    @pytest.mark.parametrize("dtype", [BF16, FP16])
-    def test_gates(self, gates, dtype):
-        x = kda_inputs(2, 300, 2, 4, 128, 128, dtype, gates, device="cuda")
-        x["initial_state"] = torch.randn(2, 4, 128, 128, device="cuda")
-        check_backward(x)
+class TestGradients(Problems):
+    check = staticmethod(check_backward)
 
     @pytest.mark.parametrize("T", [1, 15, 17, 63, 64, 65, 130])
     def test_lengths(self, T):
         check_backward(inputs(T, gates="slow"))
-
-    @pytest.mark.parametrize("H, HV, V", [(3, 3, 128), (1, 6, 128), (2, 2, 64), (1, 1, 256)])
-    def test_heads(self, H, HV, V):
-        check_backward(inputs(200, H, HV, V=V))
 
     @pytest.mark.parametrize("bound", [None, -5.0])
     def test_raw_gates(self, bound):
