@@ -669,7 +669,12 @@ def _fp8_few(kernel, M, K=4096, rows=(14336, 14336), down=0, plain=()):
     scales = [values(*(-(-n // 128) for n in w.shape), dtype=FP32).abs() for w in weights]
     x, call = values(M, K), product.few_mlp if down else product.few
     more = (tuple(values(n, K) for n in plain), x) if plain else ()
-    return lambda: call(product.quantise(x), M, tuple(weights), tuple(scales), *more)
+
+    def run():
+        codes = product.quantise(x)  # None on a chip without FP8
+        return codes and call(codes, M, tuple(weights), tuple(scales), *more)
+
+    return run
 
 
 def _fp8_norm(kernel, M, K=4096, residual=True, mode="llama"):

@@ -162,3 +162,12 @@ def test_amd(tmp_path):
         subprocess.run([*tool, "--call", call, "--json", out], check=True, capture_output=True)
         rows = json.loads(out.read_text())["rows"]
         assert rows and not [row for row in rows if row["error"] or row["spills"]]
+
+
+@compiled
+@pytest.mark.parametrize("chip", ["sm_90", *OTHERS])
+def test_calls_in_fp8_on_every_chip(chip):
+    """Those of the functions; without e4m3 they launch nothing, and nothing raises."""
+    found = {call for call, _ in compile_all.kernels(chip, "fp8 ")}
+    assert ("fp8 quantise" in found) == (chip != "sm_80")
+    assert ("fp8 few, M 1, qkv" in found) == (chip == "sm_90")
