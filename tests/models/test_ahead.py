@@ -163,8 +163,8 @@ def test_two_prompts_on_one_cache(graph, device):  # noqa: F811
 def every_second(*args, own=masking_utils.create_masks_for_generate, **options):
     """Masks in which each token hides what those before it see."""
     mask = own(*args, **options)
-    keep = torch.arange(mask.shape[-1], device=mask.device) % 2 == options["position_ids"][0, -1] % 2
-    return mask & keep.to(mask.device)
+    slots = torch.arange(mask.shape[-1], device=mask.device)
+    return mask & (slots % 2 == options["position_ids"][0, -1] % 2)
 
 
 @on_every_device
