@@ -203,14 +203,18 @@ def of_generate(record: dict) -> str:
 
 
 def of_parallel(record: dict) -> str:
-    """Ours in its ways beside the one other that the row has."""
+    """Ours in its ways beside one GPU or NCCL or transformers, and beside FLA where it is."""
     ways = {"ours": "ours, us", "ours, zigzag": "zigzag, us", "ours, a call by itself": "alone, us"}
+    theirs = {"fla": "FLA, us", "fla, zigzag": "FLA, zigzag, us"}
     rows = []
     for row in record["rows"]:
-        peer, time = min((name, time) for name, time in row["us"].items() if name not in ways)
+        others = [(name, t) for name, t in row["us"].items() if name not in {**ways, **theirs}]
+        peer, time = min(others)
         beside = [f"{peer}: {us(time)}", ratio(time, row["us"].get("ours"))]
-        rows.append([row["what"], *cells(row["us"], ways), *beside])
-    return table(["", *ways.values(), "beside, us", "speed-up"], rows)
+        fla = [*cells(row["us"], theirs), ratio(row["us"].get("fla"), row["us"].get("ours"))]
+        rows.append([row["what"], *cells(row["us"], ways), *beside, *fla])
+    heads = [*ways.values(), "beside, us", "speed-up", *theirs.values(), "over FLA"]
+    return table(["", *heads], rows)
 
 
 def of_forms(record: dict) -> str:
