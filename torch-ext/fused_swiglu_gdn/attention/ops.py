@@ -31,7 +31,7 @@ SIGMOID_GRADIENT = Operation(
 )
 KVCACHE_ATTENTION = Operation(
     FAMILY, "kvcache_attention", KvCacheAttention, reference, check=checks.attention_with_kvcache,
-    like=("q",),
+    like=("q",), varying={"k_cache": 2, "v_cache": 2, "mask": 3},
 )  # fmt: skip
 
 

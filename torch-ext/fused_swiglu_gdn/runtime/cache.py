@@ -55,15 +55,21 @@ class _Facts:
     """The comparison that TensorGuards makes, except for modes of torch; used where torch lacks
     them."""
 
-    def __init__(self, *tensors: torch.Tensor):
+    def __init__(self, *tensors: torch.Tensor, dynamic_dims_sizes=None, dynamic_dims_strides=None):
         self.facts = self._of(tensors)
+        self.sizes = dynamic_dims_sizes or [list(x.shape) for x in tensors]
+        self.strides = dynamic_dims_strides or [list(x.stride()) for x in tensors]
 
     @staticmethod
     def _of(tensors) -> list:
-        return [(type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in tensors]
+        return [(type(x), x.ndim, x.dtype, x.device, x.requires_grad) for x in tensors]
 
     def check(self, *tensors) -> bool:
-        return all(isinstance(x, torch.Tensor) for x in tensors) and self.facts == self._of(tensors)
+        if not all(isinstance(x, torch.Tensor) for x in tensors) or self.facts != self._of(tensors):
+            return False
+        known = [n for each in (*self.sizes, *self.strides) for n in each]
+        found = [n for x in tensors for n in x.shape] + [n for x in tensors for n in x.stride()]
+        return all([n is None or n == m for n, m in zip(known, found)])
 
 
 class _Repeated:
@@ -85,10 +91,46 @@ class _Repeated:
         return self.guards.check(*[tensors[i] for i in sorted(set(self.firsts))])
 
 
-def _guards(*tensors: torch.Tensor):
+class _Varying:
+    """Guards for a call of some tensors with one dimension each whose size is the same in all of
+    them, at least 2, and may be another one in the next call.
+
+    Strides of the dimensions before it may be others, too. dims: for each tensor the dimension, or
+    None.
+    """
+
+    def __init__(self, tensors: tuple, dims: list):
+        sizes, strides = [], []
+        for x, dim in zip(tensors, dims):
+            sizes.append([None if i == dim else n for i, n in enumerate(x.shape)])
+            before = 0 if dim is None else dim
+            strides.append([None if i < before else n for i, n in enumerate(x.stride())])
+        self.guards = (TensorGuards or _Facts)(
+            *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
+        )
+        first, *self.others = [(i, dim) for i, dim in enumerate(dims) if dim is not None]
+        self.place, self.dim = first
+
+    def check(self, *tensors) -> bool:
+        if not self.guards.check(*tensors):
+            return False
+        size = tensors[self.place].size(self.dim)
+        for i, dim in self.others:
+            if tensors[i].size(dim) != size:
+                return False
+        return size > 1
+
+
+def _guards(*tensors: torch.Tensor, dims: Optional[list] = None):
+    """Guards for a call like this one; dims: for each tensor the dimension that varies, or None."""
+    repeated = len(set(map(id, tensors))) < len(tensors)
+    if dims and not repeated:
+        sizes = {x.shape[dim] for x, dim in zip(tensors, dims) if dim is not None}
+        if len(sizes) == 1 and min(sizes) > 1:
+            return _Varying(tensors, dims)
     if TensorGuards is None:
         return _Facts(*tensors)
-    if len(set(map(id, tensors))) < len(tensors):
+    if repeated:
         return _Repeated(*tensors)
     return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
@@ -114,13 +156,18 @@ class CallCache:
     (type, sizes, strides, dtype, device, requires_grad, active modes of torch), equal options of
     equal types (1, 1.0 and True differ), the same grad mode and the same autocast dtype. torch's
     own guards compare the facts in a microsecond.
+
+    varying: {index of a tensor, not the first: dimension}. The sizes of these dimensions, if all
+    are the same and at least 2, are not among the facts, nor are strides of dimensions before them.
+    alike: how many calls with the same shape of the first tensor and the same options are kept.
     """
 
-    __slots__ = ("_rows", "_count")
+    __slots__ = ("_rows", "_count", "_varying", "_alike")
 
-    def __init__(self):
+    def __init__(self, varying: Optional[dict] = None, alike: int = ALIKE):
         self._rows: dict = {}
         self._count = 0
+        self._varying, self._alike = varying, alike
 
     def find(self, tensors: tuple, options: tuple, public: bool = False) -> Any:
         """Returns the value kept for a matching call, or None.
@@ -158,11 +205,12 @@ class CallCache:
         except TypeError:  # an option that cannot be hashed
             return value
         absent = tuple([i for i, x in enumerate(tensors) if x is None])
-        there = _picking([i for i, x in enumerate(tensors) if x is not None])
+        present = [i for i, x in enumerate(tensors) if x is not None]
+        there, dims = _picking(present), self._varying and [*map(self._varying.get, present)]
         types, autocast = list(map(type, options)), _autocast_dtype(tensors[0])
-        row = (absent, there, _guards(*there(tensors)).check, types, autocast, value)
-        self._rows[key] = [row, *others[: ALIKE - 1]]
-        self._count += 1
+        row = (absent, there, _guards(*there(tensors), dims=dims).check, types, autocast, value)
+        self._rows[key] = [row, *others[: self._alike - 1]]
+        self._count += len(others) < self._alike
         return value
 
     def get(self, make: Callable, tensors: tuple, options: tuple) -> Any:

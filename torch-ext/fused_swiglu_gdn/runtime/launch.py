@@ -156,6 +156,19 @@ class Launch:
         else:
             code.step(*self.grid, stream, *code.middle, *places, *self.rest)
 
+    def at(self, numbers: tuple) -> "Launch":
+        """Returns the launch with other scalars, each of the same kind (kind_of)."""
+        other = Launch.__new__(Launch)
+        other.kernel, other.grid, other.maps = self.kernel, self.grid, self.maps
+        other.device, other.index, other.alone = self.device, self.index, self.alone
+        other.constexprs, other.options, other.guarded = (
+            self.constexprs, self.options, self.guarded
+        )  # fmt: skip
+        other.fixed, other.types, other.code = self.fixed, self.types, self.code
+        other.latest, other.numbers = self.latest, numbers
+        other.rest = (*numbers, *self.constexprs)
+        return other
+
     def _has_types(self, tensors: tuple) -> bool:
         return self.types == [None if x is None else x.dtype for x in tensors]
 

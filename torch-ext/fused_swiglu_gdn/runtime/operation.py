@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from . import dispatch
-from .cache import CallCache, fast_path_ok
+from .cache import ALIKE, CallCache, fast_path_ok
 from .call import device_of, tensors_in
 from .device import is_gpu
 from .ops import (
@@ -45,6 +45,10 @@ class Operation(CallCache):
     differentiable(call): False if the reference must compute a call that needs a gradient.
     aligned: names of tensors that kernels read at multiples of 16 bytes alone; the reference
     computes calls with others.
+    varying: {name of a tensor: its dimension} of a size that is another one in many calls, and the
+    same in all of these tensors. A function of prepare_<name> may have an attribute `resized`: it
+    returns the function of a call's tensors where this size and strides of dimensions before it are
+    others, and all other facts the same.
     opaque: the reference cannot be traced, so that tracing always sees the operator.
     train: the Operation of the same calls with a gradient, whose first output is the result.
     schema: the operator's name, if it is not `name`; None: there is no operator, for the reference
@@ -55,10 +59,13 @@ class Operation(CallCache):
         self, family: str, name: str, call: type, reference, *, check: Optional[Callable] = None,
         cast: Optional[Callable] = None, outputs: int = 1, like: tuple = (), written: tuple = (),
         fake: Optional[Callable] = None, differentiable: Optional[Callable] = None,
-        aligned: tuple = (), opaque: bool = False,
+        aligned: tuple = (), varying: Optional[dict] = None, opaque: bool = False,
         train: Optional["Operation"] = None, schema: Optional[str] = "",
     ):  # fmt: skip
-        super().__init__()
+        super().__init__(alike=4 if varying else ALIKE)  # lengths are met once
+        self.sizes: Optional[CallCache] = None  # of `resized`
+        if varying:
+            self.sizes = CallCache({call._fields.index(x): dim for x, dim in varying.items()})
         self.family, self.name, self.kind, self.module = family, name, call, reference
         self.check = check or (lambda call: call)
         self.cast, self.differentiable, self.opaque = cast, differentiable, opaque
@@ -116,7 +123,20 @@ class Operation(CallCache):
             self.keep(tensors, options, run)
         return run
 
+    def cache_clear(self) -> None:
+        super().cache_clear()
+        if self.sizes is not None:
+            self.sizes.cache_clear()
+
+    def _resized(self, tensors: tuple, options: tuple) -> Optional[Callable]:
+        """A function for calls that differ from known ones in sizes that vary alone, or None."""
+        resized = self.sizes.find(tensors, options, True)
+        return None if resized is None else self.keep(tensors, options, resized(*tensors))
+
     def _first(self, tensors: tuple, options: tuple):
+        run = None if self.sizes is None else self._resized(tensors, options)
+        if run is not None:
+            return run(*tensors)
         given = tensors if self.cast is None else self.cast(*tensors)
         call = self.check(self.kind(*given, options))
         if torch.compiler.is_compiling():
@@ -126,6 +146,8 @@ class Operation(CallCache):
             run = self._casting(bound)
         if fast_path_ok() and is_gpu(call.device):  # on a CPU checks may read values
             self.keep(tensors, options, run)
+            if self.sizes is not None:
+                self.sizes.keep(tensors, options, getattr(run, "resized", None))
         return bound(*given)
 
     def _casting(self, run: Callable) -> Callable:

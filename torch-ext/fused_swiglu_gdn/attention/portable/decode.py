@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 
 from ...runtime import device, tuning
+from ...runtime.cache import keep
 from ...runtime.dtypes import HALF
-from ...runtime.launch import Launch, named
+from ...runtime.launch import Launch, kind_of, named
 from ...runtime.operation import contiguous_like, on_copies
 from ..call import KvCacheAttention
 
@@ -180,7 +181,7 @@ def count_parts(where: torch.device, programs: int, blocks: int) -> int:
     It is a power of two, so that caches of other lengths find their kernels compiled.
     """
     most = WAVES * device.multiprocessor_count(where.index) // max(programs, 1)
-    return max(1, min(most, triton.next_power_of_2(blocks), MAX_SPLITS))
+    return max(1, min(most, 1 << (max(blocks, 1) - 1).bit_length(), MAX_SPLITS))
 
 
 def prepare_kvcache_attention(call: KvCacheAttention) -> Optional[Callable]:
@@ -189,8 +190,8 @@ def prepare_kvcache_attention(call: KvCacheAttention) -> Optional[Callable]:
 
     For fp16 and bf16, head dims up to 256 and caches with a contiguous last dimension.
     """
-    q, k_cache, v_cache, cache_seqlens, mask, (scale,) = call
-    (B, _, HQ, D), (HK, S) = q.shape, k_cache.shape[1:3]
+    q, k_cache, v_cache, cache_seqlens, mask, _ = call
+    HQ, D = q.shape[2:]
     if q.dtype not in HALF or HQ == 0 or not 0 < D <= MAX_HEAD:
         return None
     if k_cache.stride(3) != 1 or v_cache.stride(3) != 1:
@@ -199,55 +200,86 @@ def prepare_kvcache_attention(call: KvCacheAttention) -> Optional[Callable]:
         return None
     if q.stride(3) != 1:
         return on_copies(prepare_kvcache_attention, call, lambda q, *more: (q.contiguous(), *more))
-    config = tuning.lookup("portable_kvcache_attention", q.device, D=D)
-    BLOCK_G, BLOCK_N = 16 if HQ // HK <= 16 else 32, config["BLOCK_N"]
-    programs = B * HK * -(-HQ // (HK * BLOCK_G))
-    splits = count_parts(q.device, programs, -(-S // BLOCK_N))
-    pdl = device.overlaps_launches(q.device) and splits > 1
-    shared = {
-        "HQ": HQ, "HK": HK, "D": D, "SPLITS": splits, "BLOCK_N": BLOCK_N, "PDL": pdl,
-        "BLOCK_D": triton.next_power_of_2(D),
-    }  # fmt: skip
-    mask_steps = (0, 0)
-    if mask is not None:
-        mask_steps = (mask.stride(0) if mask.shape[0] > 1 else 0, mask.stride(3))
-    step = 0 if cache_seqlens is None or not cache_seqlens.ndim else cache_seqlens.stride(0)
-    constexprs, options = named(
-        _kvcache_attention_kernel, **shared, BLOCK_G=BLOCK_G, num_warps=config["num_warps"],
-        num_stages=config["num_stages"],
-    )  # fmt: skip
-    split = Launch(
-        _kvcache_attention_kernel, programs * splits, q.device,
-        numbers=(
-            (q.stride(0), q.stride(2)), k_cache.stride()[:3], v_cache.stride()[:3], mask_steps,
-            step, B, S, scale,
-        ),
-        constexprs=constexprs, options=options, guarded=True,
-    )  # fmt: skip
-    make, size = contiguous_like(q), B * HQ * splits * (D + 2)
-    combine = None if splits == 1 else _combination(q, step, S, shared)
+    make, launches = contiguous_like(q), _Launches(call)
 
-    def run(q, k_cache, v_cache, cache_seqlens, mask):
-        y = make(q)  # [B, 1, HQ, D]
-        if combine is None:
-            split(q, k_cache, v_cache, cache_seqlens, mask, y)
+    def resized(q, k_cache, v_cache, cache_seqlens, mask):
+        split, combine, size = launches.at(k_cache, v_cache, mask)
+
+        def run(q, k_cache, v_cache, cache_seqlens, mask):
+            y = make(q)  # [B, 1, HQ, D]
+            if combine is None:
+                split(q, k_cache, v_cache, cache_seqlens, mask, y)
+                return y
+            parts = q.new_empty(size, dtype=torch.float32)
+            split(q, k_cache, v_cache, cache_seqlens, mask, parts)
+            combine(parts, cache_seqlens, y)
             return y
-        parts = q.new_empty(size, dtype=torch.float32)
-        split(q, k_cache, v_cache, cache_seqlens, mask, parts)
-        combine(parts, cache_seqlens, y)
-        return y
 
-    return run
+        run.resized = resized
+        return run
+
+    return resized(*call.tensors)
 
 
-def _combination(q, step: int, S: int, shared: dict) -> Launch:
-    """The launch that combines parts. shared: the constexprs that it has in common."""
-    (B, _, HQ, D), early = q.shape, {"launch_pdl": True} if shared["PDL"] else {}
-    constexprs, options = named(
-        _combine_kernel, **{name: x for name, x in shared.items() if name != "HK"},
-        BLOCK_S=triton.next_power_of_2(shared["SPLITS"]), num_warps=8 if D > 128 else 4, **early,
-    )  # fmt: skip
-    return Launch(
-        _combine_kernel, B * HQ, q.device, numbers=(step, B, S), constexprs=constexprs,
-        options=options, guarded=True,
-    )  # fmt: skip
+class _Launches:
+    """The launches of calls that differ in S and in strides of rows and heads."""
+
+    def __init__(self, call: KvCacheAttention):
+        q, k_cache, _, cache_seqlens, _, (scale,) = call
+        (B, _, HQ, D), HK = q.shape, k_cache.shape[1]
+        config = tuning.lookup("portable_kvcache_attention", q.device, D=D)
+        BLOCK_G, self.block = 16 if HQ // HK <= 16 else 32, config["BLOCK_N"]
+        self.programs = B * HK * -(-HQ // (HK * BLOCK_G))
+        self.device, self.q_steps, self.scale = q.device, (q.stride(0), q.stride(2)), scale
+        self.rows, self.heads, self.B = B * HQ, (HQ, HK, D, BLOCK_G), B
+        many = cache_seqlens is not None and cache_seqlens.ndim > 0
+        self.step = cache_seqlens.stride(0) if many else 0
+        self.warps, self.stages = config["num_warps"], config["num_stages"]
+        self.made: dict = {}  # by the number of parts and the kinds of what varies
+
+    def at(self, k_cache, v_cache, mask: Optional[torch.Tensor]) -> tuple:
+        """(launch over the parts, launch that combines them or None, elements of the parts)."""
+        S, mask_steps = k_cache.shape[2], (0, 0)
+        if mask is not None:
+            mask_steps = (mask.stride(0) if mask.shape[0] > 1 else 0, mask.stride(3))
+        varies = (*k_cache.stride()[:3], *v_cache.stride()[:3], *mask_steps)
+        splits = count_parts(self.device, self.programs, -(-S // self.block))
+        numbers = (
+            self.q_steps, varies[:3], varies[3:6], varies[6:], self.step, self.B, S, self.scale
+        )  # fmt: skip
+        key = (splits, kind_of(S), *map(kind_of, varies))
+        known = self.made.get(key)
+        if known is None:
+            found = self._make(splits, numbers)
+        else:
+            split, combine, size = known
+            found = (split.at(numbers), combine and combine.at((self.step, self.B, S)), size)
+        return keep(self.made, key, found)
+
+    def _make(self, splits: int, numbers: tuple) -> tuple:
+        HQ, HK, D, BLOCK_G = self.heads
+        pdl = device.overlaps_launches(self.device) and splits > 1
+        shared = {
+            "HQ": HQ, "D": D, "SPLITS": splits, "BLOCK_N": self.block,
+            "BLOCK_D": triton.next_power_of_2(D), "PDL": pdl,
+        }  # fmt: skip
+        constexprs, options = named(
+            _kvcache_attention_kernel, **shared, HK=HK, BLOCK_G=BLOCK_G, num_warps=self.warps,
+            num_stages=self.stages,
+        )  # fmt: skip
+        split = Launch(
+            _kvcache_attention_kernel, self.programs * splits, self.device, numbers=numbers,
+            constexprs=constexprs, options=options, guarded=True,
+        )  # fmt: skip
+        if splits == 1:
+            return split, None, 0
+        early = {"launch_pdl": True} if pdl else {}
+        constexprs, options = named(
+            _combine_kernel, **shared, BLOCK_S=triton.next_power_of_2(splits),
+            num_warps=8 if D > 128 else 4, **early,
+        )  # fmt: skip
+        combine = Launch(
+            _combine_kernel, self.rows, self.device, numbers=(self.step, self.B, numbers[6]),
+            constexprs=constexprs, options=options, guarded=True,
+        )  # fmt: skip
+        return split, combine, self.rows * splits * (D + 2)
