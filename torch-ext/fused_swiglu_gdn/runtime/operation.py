@@ -63,6 +63,7 @@ class Operation(CallCache):
         train: Optional["Operation"] = None, schema: Optional[str] = "",
     ):  # fmt: skip
         super().__init__(alike=4 if varying else ALIKE)  # lengths are met once
+        self.refused = CallCache()  # calls of `serving` that are known to gain nothing
         self.sizes: Optional[CallCache] = None  # of `resized`
         if varying:
             self.sizes = CallCache({call._fields.index(x): dim for x, dim in varying.items()})
@@ -112,19 +113,24 @@ class Operation(CallCache):
         run = self.find(tensors, options, True)
         if run is not None:
             return run
-        call = self.check(self.kind(*tensors, options))
-        if call is None:
+        if self.refused.find(tensors, options, True):
             return None
-        if torch.compiler.is_compiling():
-            traced = self._has_kernels(call, False)
-            return (lambda *tensors: self.op(*tensors, *call.options)) if traced else None
-        run = self._by_kernels(call)
+        call = self.check(self.kind(*tensors, options))
+        if call is not None:
+            if torch.compiler.is_compiling():
+                traced = self._has_kernels(call, False)
+                return (lambda *tensors: self.op(*tensors, *call.options)) if traced else None
+            run = self._by_kernels(call)
         if fast_path_ok():
-            self.keep(tensors, options, run)
+            if run is not None:
+                self.keep(tensors, options, run)
+            elif _by_facts(tensors):
+                self.refused.keep(tensors, options, True)
         return run
 
     def cache_clear(self) -> None:
         super().cache_clear()
+        self.refused.cache_clear()
         if self.sizes is not None:
             self.sizes.cache_clear()
 
@@ -269,6 +275,19 @@ class Operation(CallCache):
             return tuple([x if x is None else x.contiguous() for x in out])
 
         return run
+
+
+def _by_facts(tensors: tuple) -> bool:
+    """True if a refusal of these tensors follows from facts of the call (runtime/cache.py).
+
+    Kernels may also refuse tensors that do not begin at a multiple of 16 bytes.
+    """
+    there = [x for x in tensors if x is not None]
+    if torch.compiler.is_compiling() or transformed():
+        return False
+    if not is_gpu(there[0].device) or not all([type(x) in PLAIN for x in there]):
+        return False
+    return not any([x.data_ptr() & 15 for x in there])
 
 
 def _presenting(fake: Optional[Callable], kind: type, outputs: int) -> Callable:
