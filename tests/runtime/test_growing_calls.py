@@ -68,6 +68,42 @@ def test_functions_of_a_new_length(hopper, mask):  # noqa: F811
     assert once(partial(attend, hopper, *cached(100, mask=mask))) > 3.5 * (repeated + MORE)
 
 
+LAYERS = {1: 100, 4: 105}  # functions of a layer of a Llama, transformers' and torch's among them
+
+
+@pytest.mark.parametrize("batch", LAYERS)
+@torch.no_grad()
+def test_functions_of_a_token(hopper, batch, monkeypatch):  # noqa: F811
+    """A token through a model at a new length: attention's first call looks for its launches, and
+    the layers behind it have them; padded rows, so that there is a mask."""
+    transformers = pytest.importorskip("transformers")
+    from tiny_models import random_model
+
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+    monkeypatch.setattr(submodule("layers.fp8"), "FORMS", {})  # no model in FP8 was met
+    monkeypatch.setattr(submodule("layers.attention"), "_makes_plans", lambda where: True)
+    ids, mask = torch.ones(2, batch, 40, dtype=torch.long)
+    mask[0, :2] = batch == 1
+    new, repeated = {}, {}
+    for layers in (2, 4):
+        model = random_model("llama", **sizes, head_dim=64, num_hidden_layers=layers).bfloat16()
+        hopper.kernelize(model)
+        cache = transformers.DynamicCache(config=model.config)
+
+        def token(at, model=model, cache=cache):
+            model(ids[:, at : at + 1], past_key_values=cache, attention_mask=mask[:, : at + 1])
+
+        model(ids[:, :6], past_key_values=cache, attention_mask=mask[:, :6])
+        for at in range(6, 38):
+            token(at)
+        new[layers] = once(partial(token, 38))
+        cache.crop(-1)
+        repeated[layers] = once(partial(token, 38))
+    for layers in (2, 4):
+        assert 0 < new[layers] - repeated[layers] <= MORE
+    assert 50 < (repeated[4] - repeated[2]) / 2 <= LAYERS[batch]
+
+
 class Starts:
     """Grid and arguments of each launch, addresses apart."""
 
