@@ -677,6 +677,11 @@ def _fp8_few(kernel, M, K=4096, rows=(14336, 14336), down=0, plain=()):
     return run
 
 
+def _fp8_quantise_few(kernel, M, N, K=4096):
+    tensors = values(M, K), values(N, K, dtype=E4M3), values(-(-N // 128), K // 128, dtype=FP32)
+    return functools.partial(submodule("fp8.product").quantise_few, *tensors)
+
+
 def _fp8_norm(kernel, M, K=4096, residual=True, mode="llama"):
     x, weight, added = values(M, K), values(K), values(M, K) if residual else None
     product = submodule("fp8.product")
@@ -694,6 +699,7 @@ for M in (1, 32, 64):
         "MLP": dict(down=4096), "qkv": dict(rows=(4096, 1024, 1024)), "one": dict(rows=(2048,)),
         "beside bf16": dict(K=2560, rows=(8192, 4096), plain=(32, 32)),
     }, M=M)  # fmt: skip
+    calls(_fp8_quantise_few, f"fp8 quantise and few, M {M}", {"": dict(N=2048)}, M=M)
 calls(_fp8_few, "fp8 few", {"odd blocks": dict(M=17, K=17 * 128, rows=(1040, 272))})
 
 

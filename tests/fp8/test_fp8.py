@@ -429,13 +429,44 @@ def test_several_in_one_call(kernel, counted):
     assert seen and len(counted) == 1  # it is called, and takes what the first one made
 
 
+def test_one_projection(kernel, monkeypatch):
+    """By itself: of few tokens it is read and not called, but where a call does more; with the same
+    bits, and a bias."""
+    calls = fp8_problems.stand_in(monkeypatch)
+    part = served(kernel, fp8_problems.linear(128, 512, bias=True)).requires_grad_(False)
+    projections = submodule("layers.projections").projections
+    x, few = values(4, 512).nan_to_num(1.0, 1.0).view(2, 2, 512), "quantise_few_fwd"
+    with torch.no_grad(), dispatch.force("reference"):
+        expected = part(x)
+        with dispatch.served() as record:
+            (found,) = projections(x, part)
+        assert list(record) == [few] and torch.equal(found, expected)
+        with dispatch.served() as record:
+            (found,) = layer.with_codes(
+                x, reference.quantise_fwd(x.view(4, 512)), None, projections, x, part
+            )[0]
+        assert list(record) == ["few_fwd"] and torch.equal(found, expected)
+        with dispatch.served() as record:
+            (found,) = projections(x.repeat(17, 1, 1), part)  # too many
+        assert few not in record and relative_error(found[:2], expected.double()) < 4e-3
+        seen = []
+        part.register_forward_hook(lambda *_: seen.append(1))
+        with dispatch.served() as record:
+            (found,) = projections(x, part)
+        assert few not in record and torch.equal(found, expected) and seen
+    with dispatch.force("reference"), dispatch.served() as record:
+        y = projections(x.clone().requires_grad_(), part)[0]
+    assert few not in record and y.requires_grad and not calls
+
+
 def test_what_a_norm_gives(kernel, counted):
     """Its codes serve the module that gets its result, unless that has changed, and nobody else."""
     q, k = (served(kernel, fp8_problems.linear(128, 512, seed=n)) for n in range(2))
     x = values(4, 512).nan_to_num(1.0, 1.0)
     expected, codes = q(x), reference.quantise_fwd(x)
     counted.clear()
-    with layer.given(x, codes):
+
+    def inside():
         assert torch.equal(q(x), expected)
         k(x)
         assert not counted
@@ -444,12 +475,17 @@ def test_what_a_norm_gives(kernel, counted):
         x.mul_(2)
         q(x)
         assert len(counted) == 2
+        return q
+
+    assert layer.with_codes(x, codes, None, inside) == (q, False)
+    with pytest.raises(ZeroDivisionError):
+        layer.with_codes(x, codes, None, lambda: 1 / 0)
     assert layer._given.it is None
     k(x)
     assert len(counted) == 2  # what q has made, which is kept
     parts = torch.nn.ModuleDict({"q": q})
     assert layer.quantises(parts, x) and not layer.quantises(q, x)
-    assert not layer.quantises(parts, x.float())
+    assert not layer.quantises(parts, x.float()) and not layer.quantises(parts, x[:0])
     with torch.inference_mode():
         assert not layer.quantises(parts, x.clone())
 

@@ -80,7 +80,9 @@ def check_plain(device, dtype=torch.bfloat16):
         for M in (64, 1, 17, 33):
             some = x[:M].contiguous().to(dtype)
             product = hopper._Few(x.device, M, K, rows, plain=others)
-            y = product(reference.quantise_fwd(x[:M]), weights, scales, None, (some, *plain))
+            absent = (None,) * (6 - len(rows))
+            tensors = (*weights, *absent, *scales, *absent, some, *plain)
+            y = product(*reference.quantise_fwd(x[:M]), *tensors)
             whole = y if M == 64 else whole
             assert y.shape == (M, sum(rows) + sum(others)) and torch.equal(y, whole[:M]), (rows, M)
         assert torch.equal(whole[:, : sum(rows)], few(x, weights, scales))
@@ -98,6 +100,31 @@ def test_plain_weights_that_are_served():
         assert products(codes, 3, weights, scales, bad, x) is None
     assert products(codes, 3, weights, scales, plain, tokens(4, 256)) is None
     assert product.few(codes, 3, weights, scales, plain[:1] * 3, x) is None
+
+
+def check_quantised_products(device):
+    """One operation: the codes of the quantiser, and the bits of a product with them; of x of any
+    shape."""
+    (weight,), (scale,) = weights_of((272,), 640, device)
+
+    def both(x):
+        return prepared("fp8.hopper.few", "quantise_few_fwd", calls.QuantiseFew, x, weight, scale)
+
+    for M in (1, 17, 64):
+        x = tokens(M, 640, device)
+        codes = prepared("fp8.portable.quantise", "quantise_fwd", calls.Quantise, x)
+        expected = products(codes, M, (weight,), (scale,))
+        assert torch.equal(both(x), expected)
+        assert torch.equal(both(x.view(M, 1, 640)), expected.view(M, 1, 272))
+        wide = torch.cat((x, x), 1)[:, :640]
+        assert torch.equal(both(wide), expected)
+    for bad in (tokens(65, 640, device), x[:0], x.half(), x[:, :512], x.t()):
+        assert both(bad) is None
+
+
+@interpreted
+def test_quantised_products_interpreted():
+    check_quantised_products("cpu")
 
 
 def mlp_of(K, N, device="cpu"):
@@ -185,6 +212,9 @@ def test_the_references():
     ys = [reference.multiply_fwd(w, s, codes)[:17] for w, s in zip(weights[:2], scales[:2])]
     few = (*codes, *weights[:2], *scales[:2])
     assert torch.equal(reference.few_fwd(*few, None, None, None, 17), torch.cat(ys, 1))
+    expected = torch.cat(ys, 1)[:, : ys[0].shape[1]].view(17, 1, -1)
+    mine = reference.quantise_few_fwd(x.view(17, 1, 256), weights[0], scales[0])
+    assert torch.equal(mine, expected)
     plain = tokens(32, 256)
     ys.append(torch.nn.functional.linear(x, plain))
     assert torch.equal(reference.few_fwd(*few, x, plain, None, 17), torch.cat(ys, 1))
@@ -246,6 +276,12 @@ def test_products_on_a_gpu(on_hopper):
 @compiled
 def test_plain_weights_on_a_gpu(on_hopper):
     check_plain("cuda")
+
+
+@pytest.mark.gpu
+@compiled
+def test_quantised_products_on_a_gpu(on_hopper):
+    check_quantised_products("cuda")
 
 
 @pytest.mark.gpu

@@ -101,6 +101,16 @@ class Few(NamedTuple):
 
 
 @call
+class QuantiseFew(NamedTuple):
+    """The product of up to MOST tokens in bf16, which are quantised before, by one weight."""
+
+    x: Tensor  # [..., K] bf16
+    weight: Tensor  # [N, K] e4m3
+    scale: Tensor  # [ceil(N / BLOCK), K / BLOCK] fp32
+    options: NoOptions
+
+
+@call
 class FewMlp(NamedTuple):
     codes: Tensor  # [P, K] e4m3
     scales: Tensor  # [P, K / BLOCK]

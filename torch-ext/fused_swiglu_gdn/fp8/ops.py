@@ -6,7 +6,16 @@ from ..runtime import dispatch
 from ..runtime.operation import Operation
 from ..runtime.ops import transformed
 from . import reference
-from .call import Dequantise, Few, FewMlp, NormQuantise, Product, Quantise, SiluMulQuantise
+from .call import (
+    Dequantise,
+    Few,
+    FewMlp,
+    NormQuantise,
+    Product,
+    Quantise,
+    QuantiseFew,
+    SiluMulQuantise,
+)
 
 
 class EagerOperation(Operation):
@@ -44,4 +53,5 @@ NORM = EagerOperation("fp8.norm", "norm_quantise_fwd", NormQuantise, reference)
 PRODUCT = EagerOperation(*MULTIPLY, Product, reference)
 DEQUANTISE = EagerOperation("fp8.dequantise", "dequantise_fwd", Dequantise, reference)
 FEW = EagerOperation("fp8.few", "few_fwd", Few, reference)
+QUANTISE_FEW = EagerOperation("fp8.few", "quantise_few_fwd", QuantiseFew, reference)
 FEW_MLP = EagerOperation("fp8.few", "few_mlp_fwd", FewMlp, reference)

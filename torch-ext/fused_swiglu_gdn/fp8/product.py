@@ -7,7 +7,7 @@ from torch import Tensor
 from ..projection.call import MAX_WEIGHTS
 from . import reference
 from .call import MAX_PLAIN, Quantised
-from .ops import DEQUANTISE, FEW, FEW_MLP, GATE, NORM, PRODUCT, QUANTISE
+from .ops import DEQUANTISE, FEW, FEW_MLP, GATE, NORM, PRODUCT, QUANTISE, QUANTISE_FEW
 
 
 def quantise(x: Tensor) -> Optional[Quantised]:
@@ -49,13 +49,18 @@ def few(
 ) -> Optional[Tensor]:
     """x W^T of the M tokens of x with each of the weights, side by side [M, N] bf16, in one or two
     launches; behind them those of `tokens`, x in bf16, with weights in bf16. None where M is no
-    small number or no kernel serves."""
+    small number or no kernel serves. All weights begin at multiples of 16 bytes."""
     count, others = len(weights), len(plain)
-    if count > MAX_WEIGHTS or others > MAX_PLAIN or not _aligned((*weights, *plain)):
+    if count > MAX_WEIGHTS or others > MAX_PLAIN:
         return None
     absent = _ABSENT[count:]
     more = (tokens, *plain, None) if others == 1 else (tokens, *plain) if others else _NOTHING
     return FEW((*x, *weights, *absent, *scales, *absent, *more), (M,))
+
+
+def quantise_few(x: Tensor, weight: Tensor, scale: Tensor) -> Optional[Tensor]:
+    """x W^T of few tokens x [..., K] bf16, which are quantised first, [..., N]. None as above."""
+    return QUANTISE_FEW((x, weight, scale))
 
 
 def few_mlp(
@@ -63,15 +68,7 @@ def few_mlp(
 ) -> Optional[Tensor]:
     """down(silu(gate(x)) * up(x)) of the M tokens of x, [M, K] bf16, with residual [M, K] bf16
     added; weights and scales of gate, up and down. None as above."""
-    return FEW_MLP((*x, *weights, *scales, residual), (M,)) if _aligned(weights) else None
+    return FEW_MLP((*x, *weights, *scales, residual), (M,))
 
 
 _ABSENT, _NOTHING = (None,) * MAX_WEIGHTS, (None,) * (1 + MAX_PLAIN)
-
-
-def _aligned(weights: tuple) -> bool:
-    """All begin at multiples of 16 bytes, at which kernels read them."""
-    bits = 0
-    for weight in weights:
-        bits |= weight.data_ptr()
-    return not bits & 15

@@ -77,6 +77,16 @@ def few_fwd(
     return torch.cat([*found, *(F.linear(tokens, p) for p in (p0, p1) if p is not None)], 1)
 
 
+def quantise_few_fwd(
+    x: torch.Tensor,  # [..., K] bf16
+    weight: torch.Tensor,  # [N, K] e4m3
+    scale: torch.Tensor,  # [ceil(N / BLOCK), K / BLOCK]
+) -> torch.Tensor:  # [..., N] bf16
+    rows = x.reshape(-1, x.shape[-1])
+    y = multiply_fwd(weight, scale, quantise_fwd(rows))[: rows.shape[0]]
+    return y.reshape(*x.shape[:-1], -1)
+
+
 def few_mlp_fwd(
     codes: torch.Tensor,  # [P, K]
     scales: torch.Tensor,  # [P, K / BLOCK]

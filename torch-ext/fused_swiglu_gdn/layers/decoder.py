@@ -91,9 +91,9 @@ class Decoder:
             y = y if scale is None else y * scale
             y, x, codes = _normed(parts[order.pre_mlp], y, x, mlp)
         if codes is not None and order.post_mlp is None and scale is None:
-            with fp8.given(y, codes, x if fp8.takes_residual(mlp) else None) as it:
-                y = self.mlp.called(mlp, y, given, rest)
-            return y if it.added else x + y
+            residual, call = x if fp8.takes_residual(mlp) else None, self.mlp.called
+            y, added = fp8.with_codes(y, codes, residual, call, mlp, y, given, rest)
+            return y if added else x + y
         y = self.mlp.called(mlp, y, given, rest, codes)
         if order.post_mlp is None and scale is None:
             return x + y
@@ -120,8 +120,7 @@ class Part:
     ) -> torch.Tensor:
         """The first output of the part; codes: x in FP8, if the norm has made it."""
         if codes is not None:
-            with fp8.given(x, codes):
-                return self.called(part, x, given, rest)
+            return fp8.with_codes(x, codes, None, self.called, part, x, given, rest)[0]
         if self.alone:
             y = part(x)
         else:
@@ -149,7 +148,7 @@ def _normed(
     found = parameters_of_norm(norm, x, residual)
     if found is not None:
         weight, eps, mode, offset = found
-        if quantises and not _learns(x, residual, weight):
+        if quantises and not (torch.is_grad_enabled() and _learn(x, residual, weight)):
             made = norm_quantise(x, weight, residual, eps, mode, offset)
             if made is not None:
                 return made
@@ -159,9 +158,9 @@ def _normed(
     return norm(x), x, None
 
 
-def _learns(*tensors: Optional[torch.Tensor]) -> bool:
-    """A gradient of some of them is asked for."""
-    return torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
+def _learn(*tensors: Optional[torch.Tensor]) -> bool:
+    """A gradient of some of them may be asked for."""
+    return any([t is not None and t.requires_grad for t in tensors])
 
 
 def _normed_and_added(parts: dict, name: Optional[str], x: torch.Tensor, residual, scale):

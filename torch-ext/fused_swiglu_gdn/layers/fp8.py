@@ -16,7 +16,7 @@ from torch import nn
 
 from ..fp8.call import BLOCK, MAX_PLAIN, MOST, Quantised
 from ..fp8.ops import MULTIPLY
-from ..fp8.product import few, product_of, quantise
+from ..fp8.product import few, product_of, quantise, quantise_few
 from ..runtime import dispatch
 from .fp8_gradient import with_gradient
 from .own_code import Pinned
@@ -53,15 +53,16 @@ class Weight(NamedTuple):
         return y if self.bias is None else y.add_(self.bias)
 
 
-def takes(x: torch.Tensor, operation: tuple = MULTIPLY) -> bool:
-    """Returns True if x may be quantised here for an operation: bf16 in memory, in eager mode."""
+def takes(x: torch.Tensor, operation: tuple = MULTIPLY, unpatched: bool = False) -> bool:
+    """Returns True if x may be quantised here for an operation: bf16 in memory, in eager mode.
+    unpatched: the caller knows that torch_unpatched."""
     if torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag:
         return False
     if type(x) not in PLAIN_TENSORS or x.dtype is not torch.bfloat16:
         return False
     if dispatch.forced is None and not dispatch.has_kernels_at(*operation, x.device):
         return False
-    if not torch_unpatched(False):
+    if not (unpatched or torch_unpatched(False)):
         return False
     return not x.is_nested and x.numel() > 0 and not torch._C._len_torch_dispatch_stack()
 
@@ -78,46 +79,64 @@ def scheme_of(linear: nn.Module) -> Tuple[object, object, object]:
 MLPS = ("SwiGLUMLP", "SwiGLUGateUp")
 SCHEME = ((BLOCK, BLOCK), "dynamic", None)  # that is served
 PARAMETERS = ("weight", "weight_scale_inv", "bias")
-NAMED = frozenset(PARAMETERS)
+NAMED, OWN_NAMES = frozenset(PARAMETERS), frozenset(OWN)
 
 
-def weight_of(
-    linear: Optional[nn.Module], x: torch.Tensor, K: int, called: bool = True
-) -> Optional[Weight]:
+def weight_of(linear: nn.Module, x: torch.Tensor, K: int) -> Optional[Weight]:
     """Returns what the forward of an FP8Linear multiplies tokens with K columns by, if it does no
-    more; x: what the tokens are made of. called: by a call of the module; if not, that does no more
-    than its class's forward, too, and no gradient of x is asked for."""
-    form = FORMS.get(type(linear))
-    if form is None or not form.pinned.unchanged():
-        return None
-    attributes = linear.__dict__
-    parameters, block = attributes["_parameters"], attributes.get("block_size")
-    if not called:
-        if any(map(attributes.get, HOOKS)) or any(map(attributes.__contains__, OWN)):
-            return None
-        if type(linear).__call__ is not nn.Module.__call__:
-            return None
-    if block != SCHEME[0] and block != list(SCHEME[0]) or not NAMED.isdisjoint(attributes):
-        return None  # the latter hide the parameters of these names
-    if attributes.get("activation_scheme") != SCHEME[1]:
-        return None
-    if parameters.get("activation_scale") is not None:
-        return None
-    weight, scale, bias = map(parameters.get, PARAMETERS)
-    if type(weight) not in PLAIN_TENSORS or type(scale) not in PLAIN_TENSORS:
-        return None
-    if weight.ndim != 2 or weight.shape[1] != K or weight.device != x.device:
-        return None
-    if weight.dtype is not torch.float8_e4m3fn or scale.dtype is not torch.float32:
-        return None
-    if bias is not None and (type(bias) not in PLAIN_TENSORS or bias.dtype is not x.dtype):
-        return None
-    learns = x.requires_grad and not called or bias is not None and bias.requires_grad
-    if learns and torch.is_grad_enabled():
-        return None
-    if (weight.data_ptr() | scale.data_ptr()) % 16:
-        return None
-    return Weight(weight, scale, bias)
+    more; x: what the tokens are made of. It is that of a call of the module."""
+    (found,) = weights_of((linear,), x, called=True)
+    return found if found is not None and found.weight.shape[1] == K else None
+
+
+def weights_of(
+    linears: Sequence[Optional[nn.Module]], x: torch.Tensor, called: bool = False
+) -> List[Optional[Weight]]:
+    """Returns what each FP8Linear multiplies tokens by if its forward does no more, None of other
+    modules; x: what the tokens are made of, in as many columns as the weight has.
+
+    called: by a call of the module; if not, that does no more than its class's forward, too, and no
+    gradient of x is asked for.
+    """
+    found: List[Optional[Weight]] = [None] * len(linears)
+    learns, device, pinned = torch.is_grad_enabled(), x.device, None
+    if learns and not called and x.requires_grad:
+        return found
+    for i, linear in enumerate(linears):
+        form = FORMS.get(type(linear))
+        if form is None:
+            continue
+        if form.pinned is not pinned:  # those of one class have the same
+            pinned = form.pinned
+            if not pinned.unchanged():
+                return found
+        attributes = linear.__dict__
+        if not called and (
+            any(map(attributes.get, HOOKS))
+            or not OWN_NAMES.isdisjoint(attributes)
+            or type(linear).__call__ is not nn.Module.__call__
+        ):
+            continue
+        block, scheme = attributes.get("block_size"), attributes.get("activation_scheme")
+        if block != SCHEME[0] and block != list(SCHEME[0]) or scheme != SCHEME[1]:
+            continue
+        parameters = attributes["_parameters"]
+        if not NAMED.isdisjoint(attributes) or parameters.get("activation_scale") is not None:
+            continue  # the former hide the parameters of these names
+        weight, scale, bias = map(parameters.get, PARAMETERS)
+        if type(weight) not in PLAIN_TENSORS or type(scale) not in PLAIN_TENSORS:
+            continue
+        if weight.ndim != 2 or weight.device != device:
+            continue
+        if weight.dtype is not torch.float8_e4m3fn or scale.dtype is not torch.float32:
+            continue
+        if bias is not None and (type(bias) not in PLAIN_TENSORS or bias.dtype is not x.dtype):
+            continue
+        if bias is not None and learns and bias.requires_grad:
+            continue
+        if not (weight.data_ptr() | scale.data_ptr()) & 15:
+            found[i] = tuple.__new__(Weight, (weight, scale, bias, None))
+    return found
 
 
 def for_many(weights: Sequence[Weight]) -> Optional[List[Weight]]:
@@ -152,33 +171,38 @@ _last = _Last()
 class _Given(threading.local):
     """The result of a norm in FP8, for the module that is called with it."""
 
-    it: Optional["given"] = None
+    it: Optional["Given"] = None
 
 
 _given = _Given()
 
 
-class given:
-    """Inside, x in FP8 is `found`, as long as x does not change. Both are of one launch, so what
-    may read x may read it; x is no inference tensor, whose changes are not counted.
+class Given:
+    """x in FP8 is `found`, as long as x does not change. Both are of one launch, so what may read x
+    may read it; x is no inference tensor, whose changes are not counted.
 
-    residual: of x's shape. An MLP of a few tokens adds it to its result, and says so by `added`.
+    residual: of x's shape, or None. An MLP of a few tokens adds it to its result, and says so by
+    `added`.
     """
 
-    def __init__(self, x: torch.Tensor, found: Quantised, residual: Optional[torch.Tensor] = None):
-        self.x, self.version, self.found = x, x._version, found
-        self.residual, self.added = residual, False
-
-    def __enter__(self) -> "given":
-        self.before = _given.it
-        _given.it = self
-        return self
-
-    def __exit__(self, *_) -> None:
-        _given.it = self.before
+    __slots__ = ("x", "version", "found", "residual", "added")
 
 
-def given_of(x: torch.Tensor) -> Optional[given]:
+def with_codes(
+    x: torch.Tensor, codes: Quantised, residual: Optional[torch.Tensor], call: Callable, *args
+) -> tuple:
+    """(call(*args), whether that has added the residual), inside of which codes are x in FP8."""
+    it, before = Given(), _given.it
+    it.x, it.version, it.found, it.residual, it.added = x, x._version, codes, residual, False
+    _given.it = it
+    try:
+        return call(*args), it.added
+    finally:
+        _given.it = before
+
+
+def given_of(x: torch.Tensor) -> Optional[Given]:
+    """Returns x in FP8, if that has been given."""
     it = _given.it
     return it if it is not None and it.x is x and it.version == x._version else None
 
@@ -186,12 +210,6 @@ def given_of(x: torch.Tensor) -> Optional[given]:
 def takes_residual(part: nn.Module) -> bool:
     """An MLP of ours, whose call gives its result and does no more."""
     return getattr(type(part), "served_as", None) in MLPS and is_plain(part)
-
-
-def codes_of(x: torch.Tensor) -> Optional[Quantised]:
-    """x [..., K] in FP8."""
-    it = given_of(x)
-    return quantise(rows_of(x)) if it is None else it.found
 
 
 def _facts(x: torch.Tensor) -> Optional[tuple]:
@@ -268,25 +286,29 @@ def forward_of(form: Fp8Form) -> Callable:
 
 
 def project(
-    x: torch.Tensor, linears: Sequence[nn.Module]
+    x: torch.Tensor, linears: Sequence[nn.Module], unpatched: bool = False
 ) -> Optional[List[Optional[torch.Tensor]]]:
     """linear(x) of the FP8Linears, x quantised once for all, and of others beside them that the
-    same launch takes, None of others yet; None if they are few."""
-    if len(linears) < 2 or not any([type(linear) in FORMS for linear in linears]) or not takes(x):
+    same launch takes, None of others yet; None if they are few, but for one module and few tokens.
+    unpatched: the caller knows that torch_unpatched."""
+    if FORMS.keys().isdisjoint(map(type, linears)) or not takes(x, MULTIPLY, unpatched):
         return None
-    weights = [weight_of(linear, x, x.shape[-1], called=False) for linear in linears]
-    known = [weight for weight in weights if weight is not None]
-    M = x.numel() // x.shape[-1]
-    beside = _beside(x, linears) if 0 < len(known) < len(linears) and 1 < M <= MOST else {}
+    K = x.shape[-1]
+    weights = [w if w and w.weight.shape[1] == K else None for w in weights_of(linears, x)]
+    known = [w for w in weights if w is not None]
+    M, count = x.numel() // K, len(linears)
+    beside = _beside(x, linears) if 0 < len(known) < count and 1 < M <= MOST else {}
     if len(known) > 1 and M > MOST:
         known = for_many(known) or []
-    if len(known) + len(beside) < 2:
+    if len(known) + len(beside) < 2 and (count > 1 or not known or M > MOST):
         return None
-    with no_grad():
-        codes = codes_of(x)
-        found = None if codes is None else _together(codes, x, known, list(beside.values()))
-        if found is None:
-            return None
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            found = _together(x, M, known, list(beside.values()))
+    else:
+        found = _together(x, M, known, list(beside.values()))
+    if found is None or len(known) == count:
+        return found
     products, others = iter(found), dict(zip(beside, found[len(known) :]))
     return [others.get(i) if w is None else next(products) for i, w in enumerate(weights)]
 
@@ -303,30 +325,41 @@ def _beside(x: torch.Tensor, linears: Sequence[nn.Module]) -> Dict[int, torch.Te
         dense = weight.dtype is x.dtype and weight.ndim == 2 and weight.is_contiguous()
         if not dense or weight.shape[1] != x.shape[-1] or weight.device != x.device:
             return {}
+        if weight.data_ptr() & 15:
+            return {}
         if bias is not None or learns and (weight.requires_grad or x.requires_grad):
             return {}
     return {i: weight for i, (weight, _) in zip(places, found)}
 
 
 def _together(
-    codes: Quantised, x: torch.Tensor, weights: List[Weight], plain: List[torch.Tensor]
+    x: torch.Tensor, M: int, weights: List[Weight], plain: List[torch.Tensor]
 ) -> Optional[List[torch.Tensor]]:
-    """The products of x [..., K] with all weights, [..., N_i]; of few tokens in one launch, with
-    those in bf16 behind them. None where nothing computes them."""
-    M, y = x.numel() // x.shape[-1], None
-    if M <= MOST:
-        more = (tuple(plain), rows_of(x)) if plain else ()
-        both = tuple([w.weight for w in weights]), tuple([w.scale for w in weights])
-        y = few(codes, M, *both, *more)
-    if y is None and len(weights) < 2:
-        return None
-    if y is None:
-        products = [weight.times(codes, M) for weight in weights]
-        if any([y is None for y in products]):
+    """The products of the M tokens x [..., K] with all weights, [..., N_i]; of few tokens in one
+    launch, with those in bf16 behind them. None where nothing computes them."""
+    it, y, one = _given.it, None, len(weights) == 1 and not plain
+    fresh = it is None or it.x is not x or it.version != x._version
+    if one and fresh:
+        y = quantise_few(x, weights[0].weight, weights[0].scale)
+    else:
+        codes = quantise(rows_of(x)) if fresh else it.found
+        if codes is None:
             return None
-        return [shaped(y, x) for y in products]
-    sizes = [w.shape[0] for w in (*[w.weight for w in weights], *plain)]
-    found = list(shaped(y, x).split_with_sizes(sizes, -1))
+        if M <= MOST:
+            more = (tuple(plain), rows_of(x)) if plain else ()
+            both = tuple([w.weight for w in weights]), tuple([w.scale for w in weights])
+            y = few(codes, M, *both, *more)
+        if y is None and not one:
+            products = [weight.times(codes, M) for weight in weights]
+            return None if any([y is None for y in products]) else [shaped(y, x) for y in products]
+    if y is None:
+        return None
+    if y.ndim != x.ndim:
+        y.resize_((*x.shape[:-1], y.shape[1]))
+    found = [y]
+    if not one:
+        sizes = [w.weight.shape[0] for w in weights]
+        found = list(y.split_with_sizes([*sizes, *[p.shape[0] for p in plain]], -1))
     for weight, part in zip(weights, found):
         if weight.bias is not None:
             part.add_(weight.bias)
@@ -335,7 +368,9 @@ def _together(
 
 def quantises(part: nn.Module, x: torch.Tensor) -> bool:
     """A module that is called with a norm's result quantises it: some of its parts are FP8Linears.
-    x: what is normed."""
-    if not any([type(child) in FORMS for child in part._modules.values()]):
+    x: what is normed in eager mode, a plain tensor, where torch is as it was (norm.serves)."""
+    if x.dtype is not torch.bfloat16 or FORMS.keys().isdisjoint(map(type, part._modules.values())):
         return False
-    return takes(x) and not x.is_inference()
+    if dispatch.forced is None and not dispatch.has_kernels_at(*MULTIPLY, x.device):
+        return False
+    return not x.is_inference() and x.numel() > 0 and not torch._C._len_torch_dispatch_stack()

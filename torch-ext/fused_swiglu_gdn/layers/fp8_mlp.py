@@ -6,18 +6,18 @@ import torch
 from torch import nn
 
 from ..fp8.call import BLOCK, MOST, Quantised
+from ..fp8.ops import MULTIPLY
 from ..fp8.product import few_mlp, quantise, silu_mul_quantise
 from .fp8 import (
     FORMS,
+    Given,
     Weight,
     for_many,
-    given,
     given_of,
-    no_grad,
     rows_of,
     shaped,
     takes,
-    weight_of,
+    weights_of,
 )  # fmt: skip
 
 
@@ -25,34 +25,56 @@ def mlp(
     x: torch.Tensor, gate: nn.Module, up: Optional[nn.Module], down: nn.Module, gate_first: bool
 ) -> Optional[torch.Tensor]:
     """down(silu(gate(x)) * up(x)) of FP8Linears, in five launches or less; None where it is not.
+    The caller knows that torch_unpatched.
 
     up=None: gate makes both, one half each.
     """
-    if type(gate) not in FORMS or not takes(x):
+    if type(gate) not in FORMS or not takes(x, MULTIPLY, True):
         return None
-    first = weight_of(gate, x, x.shape[-1], called=False)
-    second = None if up is None else weight_of(up, x, x.shape[-1], called=False)
-    if first is None or up is not None and second is None:
+    K, M = x.shape[-1], x.numel() // x.shape[-1]
+    if up is None:
+        first, third = weights_of((gate, down), x)
+        second = None
+    else:
+        first, second, third = weights_of((gate, up, down), x)
+    if first is None or third is None or up is not None and second is None:
         return None
-    rows = first.weight.shape[0]
-    hidden = rows // 2 if up is None else rows
-    third = weight_of(down, x, hidden, called=False)
-    if third is None or rows != (2 * hidden if second is None else second.weight.shape[0]):
+    (rows, width), hidden = first.weight.shape, third.weight.shape[1]
+    if width != K or rows != (2 * hidden if second is None else hidden):
         return None
-    M, known = x.numel() // x.shape[-1], [w for w in (first, second, third) if w is not None]
-    if M > MOST:
-        known = for_many(known) or []
-    with no_grad():
-        it = given_of(x)
-        codes = it.found if it is not None else quantise(rows_of(x)) if known else None
-        y = None
-        if codes is not None and M <= MOST:
-            y = _of_few(codes, M, first, second, third, gate_first, it)
-            if y is None:
-                known = for_many(known) or []
-        if codes is not None and y is None and known:
-            y = _of_many(codes, M, known, gate_first)
-        return None if y is None else shaped(y, x)
+    if second is not None and second.weight.shape != first.weight.shape:
+        return None
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return _computed(x, M, first, second, third, gate_first)
+    return _computed(x, M, first, second, third, gate_first)
+
+
+def _computed(
+    x: torch.Tensor,
+    M: int,
+    first: Weight,
+    second: Optional[Weight],
+    third: Weight,
+    gate_first: bool,
+) -> Optional[torch.Tensor]:
+    """mlp() of weights that fit."""
+    known = None
+    if M > MOST:  # what multiplies is known before x is quantised
+        known = for_many([w for w in (first, second, third) if w is not None])
+        if known is None:
+            return None
+    it = given_of(x)
+    codes = quantise(rows_of(x)) if it is None else it.found
+    if codes is None:
+        return None
+    if known is None:
+        y = _of_few(x, codes, M, first, second, third, gate_first, it)
+        if y is not None:
+            return y
+        known = for_many([w for w in (first, second, third) if w is not None])
+    y = _of_many(codes, M, known, gate_first) if known else None
+    return None if y is None else shaped(y, x)
 
 
 def _of_many(
@@ -70,14 +92,15 @@ def _of_many(
 
 
 def _of_few(
-    x: Quantised,
+    x: torch.Tensor,  # [..., K]
+    codes: Quantised,
     M: int,
     first: Weight,
     second: Optional[Weight],
     third: Weight,
     gate_first: bool,
-    it: Optional[given],
-) -> Optional[torch.Tensor]:  # [M, K]
+    it: Optional[Given],
+) -> Optional[torch.Tensor]:  # [..., K]
     """An MLP of a few tokens without biases; None where it is another. it: says what to add."""
     if first.bias is not None or third.bias is not None:
         return None
@@ -92,10 +115,12 @@ def _of_few(
         weights, scales = first.weight.chunk(2), first.scale.chunk(2)
         if not gate_first:
             weights, scales = weights[::-1], scales[::-1]
-    more = ()
-    if it is not None and it.residual is not None:
-        more = (it.residual.reshape(-1, it.residual.shape[-1]),)
-    y = few_mlp(x, M, (*weights, third.weight), (*scales, third.scale), *more)
-    if more and y is not None:
+    residual = None if it is None else it.residual
+    if residual is not None and residual.ndim != 2:
+        residual = residual.reshape(-1, residual.shape[-1])
+    y = few_mlp(codes, M, (*weights, third.weight), (*scales, third.scale), residual)
+    if y is None:
+        return None
+    if residual is not None:
         it.added = True
-    return y
+    return y if x.ndim == 2 else y.resize_((*x.shape[:-1], y.shape[1]))

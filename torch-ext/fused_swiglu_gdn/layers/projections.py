@@ -21,16 +21,20 @@ def projections(
     few tokens, and of one token a launch of their own. unpatched: the caller knows that
     torch_unpatched.
     """
-    if x.numel() <= MAX_TOKENS * x.shape[-1] and (unpatched or torch_unpatched()):
-        found = parameters_of(*linears)
+    plain = type(linears[0]) is nn.Linear
+    if x.numel() <= MAX_TOKENS * x.shape[-1]:
+        unpatched = unpatched or torch_unpatched()
+        found = parameters_of(*linears) if plain and unpatched else None
         if found is not None and all([bias is None for _, bias in found]):
             y = project(x, [weight for weight, _ in found])
             if y is not None:
                 return y
-    if len(linears) > 1 and type(linears[0]) is not nn.Linear:
-        found = fp8.project(x, linears)
+    if not plain and fp8.FORMS:
+        found = fp8.project(x, linears, unpatched)
         if found is not None:
             rest = [linear for linear, y in zip(linears, found) if y is None]
+            if not rest:
+                return found
             if len(rest) > 1 and x.numel() == x.shape[-1]:
                 others = iter(projections(x, *rest, unpatched=unpatched))
             else:

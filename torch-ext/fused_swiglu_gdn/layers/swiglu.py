@@ -112,14 +112,6 @@ def _on_shards(mlp: nn.Module, x: torch.Tensor, roles: Roles, name: str) -> Opti
     return mlp_on_shards(x, found, name)
 
 
-def _of_fp8(mlp: nn.Module, x: torch.Tensor, roles: Roles, name: str) -> Optional[torch.Tensor]:
-    """serve() for an MLP whose projections are FP8Linears."""
-    if name != "silu" or roles.casts:
-        return None
-    parts = map(mlp.__dict__["_modules"].get, (roles.gate, roles.up, roles.down))
-    return fp8_mlp.mlp(x, *parts, roles.gate_first)
-
-
 def _of_wrapped(mlp: nn.Module, x: torch.Tensor, roles: Roles, name: str) -> Optional[torch.Tensor]:
     """serve() for an MLP whose projections do more than a product: each is called."""
     modules = mlp.__dict__["_modules"]
@@ -142,11 +134,15 @@ def _of_others(
     mlp: nn.Module, x: torch.Tensor, roles: Roles, name: Optional[str]
 ) -> Optional[torch.Tensor]:
     """serve() for an MLP whose projections are not plain, if it has an activation of ours."""
-    for way in () if name is None else (_of_fp8, _on_shards, _of_wrapped):
-        y = way(mlp, x, roles, name)
-        if y is not None:
-            return y
-    return None
+    y = None
+    if name == "silu" and not roles.casts:
+        parts = map(mlp.__dict__["_modules"].get, (roles.gate, roles.up, roles.down))
+        y = fp8_mlp.mlp(x, *parts, roles.gate_first)
+    if y is None and name is not None:
+        y = _on_shards(mlp, x, roles, name)
+    if y is None and name is not None:
+        y = _of_wrapped(mlp, x, roles, name)
+    return y
 
 
 def serve(

@@ -6,6 +6,7 @@ beside any others, up to MOST.
 """
 
 import math
+import operator
 from typing import Callable, Optional, Sequence, Tuple
 
 import torch
@@ -15,8 +16,9 @@ from ...projection.portable.project import add_parts_kernel
 from ...runtime import device, tuning
 from ...runtime.launch import Launch
 from ...runtime.maps import Map
-from ..call import BLOCK, MAX_PLAIN, MOST, PLAIN_ROWS, Few, FewMlp, padded
-from ..portable.quantise import gate_of
+from ...runtime.ops import rows_of
+from ..call import BLOCK, MAX_PLAIN, MOST, PLAIN_ROWS, Few, FewMlp, QuantiseFew, padded
+from ..portable.quantise import gate_of, is_quantised_here, quantise_launch
 from .few_products import few_gate_kernel, few_kernel
 
 
@@ -55,17 +57,39 @@ def parts_of_k(where: torch.device, rows: Tuple[int, ...], blocks: int) -> int:
     return max(1, min(2 * device.multiprocessor_count(where.index) // tiles, blocks // 8))
 
 
-class _Few:
-    """The product of M tokens with weights of some numbers of rows. whole: K is not cut."""
+def _places(count: int, plain: int) -> operator.itemgetter:
+    """Picks the tensors of a launch from those of a Few call of `count` weights, the first of which
+    stands for those that are missing, and of `plain` weights in bf16."""
+    missing, half = MAX_WEIGHTS - count, 2 + MAX_WEIGHTS
+    first, x = range(2, 2 + count), 2 + 2 * MAX_WEIGHTS
+    scales = range(half, half + count)
+    others = (x, x + 1, x + (plain or 2))
+    return operator.itemgetter(0, 1, *first, *(2,) * missing, *scales, *(half,) * missing, *others)
 
-    __slots__ = ("where", "M", "width", "parts", "missing", "product", "add")
+
+# of one weight: (codes, scales, weight, scale, None)
+_ONE = operator.itemgetter(0, 1, *(2,) * MAX_WEIGHTS, *(3,) * MAX_WEIGHTS, 4, 4, 4)
+# of two: (codes, scales, weights, their scales, None)
+_TWO = operator.itemgetter(
+    0, 1, 2, 3, *(2,) * (MAX_WEIGHTS - 2), 4, 5, *(4,) * (MAX_WEIGHTS - 2), 6, 6, 6
+)
+
+
+class _Few:
+    """The product of M tokens with weights of some numbers of rows. whole: K is not cut. pick: the
+    tensors of its launch but the last, from those that it is called with. lead: the result's shape
+    but its last dimension, if not (M,)."""
+
+    __slots__ = ("where", "shape", "size", "parts", "pick", "product", "add")
 
     def __init__(
         self, where: torch.device, M: int, K: int, rows: Tuple[int, ...], whole: bool = False,
-        plain: Tuple[int, ...] = (),
+        plain: Tuple[int, ...] = (), pick: Optional[operator.itemgetter] = None,
+        lead: Optional[tuple] = None,
     ):  # fmt: skip
-        self.where, self.M, self.width = where, M, sum(rows) + sum(plain)
-        self.missing = MAX_WEIGHTS - len(rows)
+        width, missing = sum(rows) + sum(plain), MAX_WEIGHTS - len(rows)
+        self.where, self.shape, self.size = where, (*(lead or (M,)), width), M * width
+        self.pick = pick or _places(len(rows), len(plain))
         config = tuning.lookup("hopper_fp8_few", where, M=M)
         height, blocks, pdl = config["ROWS"], K // BLOCK, device.overlaps_launches(where)
         tiles = sum([-(-n // height) for n in rows])
@@ -73,38 +97,29 @@ class _Few:
         steps = math.gcd(config["STEPS"], -(-blocks // self.parts), blocks)
         early = (("launch_pdl", True),) if pdl else ()
         tiles += sum([-(-n // PLAIN_ROWS) for n in plain])
-        sizes = (*rows, *(0,) * self.missing, *plain, *(0,) * (MAX_PLAIN - len(plain)))
+        sizes = (*rows, *(0,) * missing, *plain, *(0,) * (MAX_PLAIN - len(plain)))
         self.product = Launch(
-            few_kernel, (tiles, self.parts), where, numbers=(M, self.width, padded(M), *sizes),
+            few_kernel, (tiles, self.parts), where, numbers=(M, width, padded(M), *sizes),
             constexprs=(K, _tokens(M), height, steps, self.parts, pdl),
             options=(
                 ("num_warps", config["num_warps"]), ("num_stages", config["num_stages"]), *early
             ),
             guarded=True,
         )  # fmt: skip
-        size = M * self.width
         self.add = Launch(
-            add_parts_kernel, -(-size // 512), where, numbers=(size,),
+            add_parts_kernel, -(-self.size // 512), where, numbers=(self.size,),
             constexprs=(self.parts, 512, pdl), options=early, guarded=True,
         )  # fmt: skip
 
     def __call__(
-        self,
-        x: Sequence,
-        weights: Sequence,
-        scales: Sequence,
-        added: Optional[torch.Tensor] = None,
-        plain: Sequence = (),  # x and weights in bf16
+        self, *tensors: Optional[torch.Tensor], added: Optional[torch.Tensor] = None
     ) -> torch.Tensor:  # [M, N]
-        more = self.missing
-        tensors = (*x, *weights, *weights[:1] * more, *scales, *scales[:1] * more)
-        tensors += (plain[0], plain[1], plain[-1]) if plain else (None, None, None)
-        y = torch.empty((self.M, self.width), dtype=torch.bfloat16, device=self.where)
+        y = torch.empty(self.shape, dtype=torch.bfloat16, device=self.where)
         if self.parts == 1:
-            self.product(*tensors, y)
+            self.product(*self.pick(tensors), y)
             return y if added is None else added + y
-        parts = torch.empty((self.parts, y.numel()), dtype=torch.float32, device=self.where)
-        self.product(*tensors, parts)
+        parts = torch.empty((self.parts, self.size), dtype=torch.float32, device=self.where)
+        self.product(*self.pick(tensors), parts)
         self.add(parts, added, y)
         return y
 
@@ -128,14 +143,28 @@ def prepare_few_fwd(call: Few) -> Optional[Callable]:
         return None
     if plain and not _are_plain(codes, M, x, plain):
         return None
-    last, end = 2 + len(there), 2 + MAX_WEIGHTS + len(there)
-    first, behind = 2 + 2 * MAX_WEIGHTS, 3 + 2 * MAX_WEIGHTS + len(plain) if plain else 0
     rows, others = (tuple([w.shape[0] for w in side]) for side in (there, plain))
-    product = _Few(codes.device, M, codes.shape[1], rows, plain=others)
+    return _Few(codes.device, M, codes.shape[1], rows, plain=others)
 
-    def run(*tensors):
-        scales, plain = tensors[2 + MAX_WEIGHTS : end], tensors[first:behind]
-        return product(tensors[:2], tensors[2:last], scales, None, plain)
+
+def prepare_quantise_few_fwd(call: QuantiseFew) -> Optional[Callable]:
+    """(x, weight, scale) -> x W^T [..., N] bf16, in two launches or three; the weight as above."""
+    x, weight, scale, _ = call
+    rows, where = rows_of(x), x.device
+    if rows is None or not is_quantised_here(rows):
+        return None
+    M, K = rows.shape
+    if not _supports(rows, M, (weight,), (scale,)):
+        return None
+    P, quantise = padded(M), quantise_launch(rows)
+    product = _Few(where, M, K, (weight.shape[0],), pick=_ONE, lead=x.shape[:-1])
+    size = (K // BLOCK, P)
+
+    def run(x, weight, scale):
+        codes = torch.empty((P, K), dtype=torch.float8_e4m3fn, device=where)
+        scales = torch.empty(size, dtype=torch.float32, device=where)
+        quantise(x, codes, scales)
+        return product(codes, scales, weight, scale, None)
 
     return run
 
@@ -155,24 +184,27 @@ def _is_apart(where: torch.device, tiles: int) -> bool:
 
 
 def _gated(where: torch.device, M: int, K: int, N: int) -> Callable:
-    """(x, w_gate, w_up, s_gate, s_up) -> silu(gate) * up in FP8: by a kernel whose programs make a
-    block of scales each, or, where these are too few, after products by narrower ones."""
+    """(codes, scales, w_gate, w_up, s_gate, s_up) -> silu(gate) * up in FP8: by a kernel whose
+    programs make a block of scales each, or, where these are too few, after products by narrower
+    ones."""
     config = tuning.lookup("hopper_fp8_few_gate", where, M=M)
     if _is_apart(where, N // BLOCK):
-        product = _Few(where, M, K, (N, N), whole=True)  # the sums are those of the other kernel
+        # the sums are those of the other kernel
+        product = _Few(where, M, K, (N, N), whole=True, pick=_TWO)
         gate = gate_of(where, (M, N), (2 * N, 2 * N))
 
-        def apart(x, w_gate, w_up, s_gate, s_up):
-            return gate(*product(x, (w_gate, w_up), (s_gate, s_up)).split(N, 1))
+        def apart(codes, scales, w_gate, w_up, s_gate, s_up):
+            both = product(codes, scales, w_gate, w_up, s_gate, s_up, None)
+            return gate(*both.split(N, 1))
 
         return apart
     launch, P = _gate(where, M, K, N, config), padded(M)
 
-    def run(x, w_gate, w_up, s_gate, s_up):
+    def run(codes, scales, w_gate, w_up, s_gate, s_up):
         z = torch.empty((P, N), dtype=torch.float8_e4m3fn, device=where)
-        scales = torch.empty((N // BLOCK, P), dtype=torch.float32, device=where)
-        launch(w_gate, w_up, *x, s_gate, s_up, z, scales)
-        return z, scales
+        s_z = torch.empty((N // BLOCK, P), dtype=torch.float32, device=where)
+        launch(w_gate, w_up, codes, scales, s_gate, s_up, z, s_z)
+        return z, s_z
 
     return run
 
@@ -207,10 +239,11 @@ def prepare_few_mlp_fwd(call: FewMlp) -> Optional[Callable]:
     )
     if not served:
         return None
-    gate, down = _gated(where, M, w_gate.shape[1], N), _Few(where, M, N, (w_down.shape[0],))
+    gate = _gated(where, M, w_gate.shape[1], N)
+    down = _Few(where, M, N, (w_down.shape[0],), pick=_ONE)
 
     def run(codes, scales, w_gate, w_up, w_down, s_gate, s_up, s_down, residual):
-        z = gate((codes, scales), w_gate, w_up, s_gate, s_up)
-        return down(z, (w_down,), (s_down,), residual)
+        z = gate(codes, scales, w_gate, w_up, s_gate, s_up)
+        return down(*z, w_down, s_down, None, added=residual)
 
     return run

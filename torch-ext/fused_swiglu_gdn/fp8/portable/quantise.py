@@ -104,23 +104,34 @@ def _silu_mul_quantise_kernel(
     _store(z.to(tl.float32), q_ptr, s_ptr, row, group, offs, P, N)
 
 
-def _prepared(kernel, most: int, numbers: tuple, where: torch.device, shape: tuple) -> Callable:
-    """One launch of a kernel for values of a shape, a program for a row and at most `most` blocks
-    of its columns."""
+def _launch(kernel, most: int, numbers: tuple, where: torch.device, shape: tuple) -> Launch:
+    """A launch of a kernel for values of a shape, a program for a row and at most `most` blocks of
+    its columns."""
     M, columns = shape
     P, groups = padded(M), min(most, triton.next_power_of_2(columns // BLOCK))
     pdl = device.overlaps_launches(where)
-    launch = Launch(
+    return Launch(
         kernel, (P, -(-columns // (BLOCK * groups))), where, numbers=(M, P, *numbers),
         constexprs=(columns, groups, pdl), options=(("launch_pdl", True),) if pdl else (),
         guarded=True,
     )  # fmt: skip
 
+
+def quantise_launch(rows: torch.Tensor) -> Launch:
+    """A launch of (x, codes, scales) for x like `rows` [M, K]."""
+    return _launch(_quantise_kernel, 32, (rows.stride(0),), rows.device, rows.shape)
+
+
+def _quantising(launch: Launch, where: torch.device, shape: tuple) -> Callable:
+    """A function of the tensors before codes and scales of a launch, which returns these."""
+    P, columns = padded(shape[0]), shape[1]
+    size, strides = (P, columns // BLOCK), (1, P)
+
     def run(*tensors: torch.Tensor) -> Quantised:
         codes = torch.empty((P, columns), dtype=torch.float8_e4m3fn, device=where)
-        scales = torch.empty((columns // BLOCK, P), dtype=torch.float32, device=where)
+        scales = torch.empty_strided(size, strides, dtype=torch.float32, device=where)
         launch(*tensors, codes, scales)
-        return Quantised(codes, scales.t())
+        return Quantised(codes, scales)
 
     return run
 
@@ -130,7 +141,7 @@ def prepare_quantise_fwd(call: Quantise) -> Optional[Callable]:
     x = call.x
     if not is_quantised_here(x):
         return None
-    return _prepared(_quantise_kernel, 32, (x.stride(0),), x.device, x.shape)
+    return _quantising(quantise_launch(x), x.device, x.shape)
 
 
 def prepare_silu_mul_quantise_fwd(call: SiluMulQuantise) -> Optional[Callable]:
@@ -143,4 +154,5 @@ def prepare_silu_mul_quantise_fwd(call: SiluMulQuantise) -> Optional[Callable]:
 
 def gate_of(where: torch.device, shape: tuple, strides: tuple) -> Callable:
     """(gate, up) -> silu(gate) * up in FP8, for values of these shapes and strides of rows."""
-    return _prepared(_silu_mul_quantise_kernel, 8, strides, where, shape)
+    launch = _launch(_silu_mul_quantise_kernel, 8, strides, where, shape)
+    return _quantising(launch, where, shape)
