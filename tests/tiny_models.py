@@ -71,6 +71,28 @@ MORE.update(glm=HEAD, ernie4_5=HEAD)
 # rows share
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
 PARTS = {"glm4v_text": ROPE, "pixtral": {}}
+_LINEAR = {"layer_types": ["linear_attention", "full_attention"], "intermediate_size": 48}
+_MLA = {
+    "num_key_value_heads": 2, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}  # fmt: skip
+_MOE = {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+KDA = {  # models with Kimi Delta Attention
+    "kimi_linear": {
+        **_MLA, **_MOE, **_LINEAR, "num_local_experts": 4, "linear_head_dim": 16,
+        "linear_num_heads": 2, "q_lora_rank": None,
+    },
+    "bailing_hybrid": {
+        **_MLA, **_MOE, **_LINEAR, "num_local_experts": 4, "head_dim": 16,
+        "first_k_dense_replace": 1,
+    },
+    "glm5_next_text": {
+        **_MLA, **_MOE, **_LINEAR, "n_routed_experts": 4, "linear_head_dim": 16,
+        "linear_num_heads": 2, "q_lora_rank": 8, "qk_rope_head_dim": 0, "index_topk": 64,
+        "index_head_dim": 8, "index_n_heads": 2, "index_kpool": 4, "hc_mult": 2,
+        "indexer_types": ["full", "full"], "mlp_layer_types": ["dense", "sparse"],
+    },
+}  # fmt: skip
 WITH_GDN = [name for name in CONFIGS if "linear_key_head_dim" in CONFIGS[name]]
 SERVED = {  # MLPs and GDN layers that are served in each, of two decoder layers
     "qwen3_5_moe_text": 3,

@@ -5,36 +5,15 @@ import copy
 import pytest
 import torch
 from conftest import relative_error, submodule
-from tiny_models import BASE, LOGITS, assert_same_gradients, randomise, tokens
+from tiny_models import BASE, KDA, LOGITS, assert_same_gradients, randomise, tokens
 
-LINEAR = {"layer_types": ["linear_attention", "full_attention"], "intermediate_size": 48}
-MLA = {
-    "num_key_value_heads": 2, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-}  # fmt: skip
-MOE = {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
-CONFIGS = {
-    "kimi_linear": {
-        **MLA, **MOE, **LINEAR, "num_local_experts": 4, "linear_head_dim": 16,
-        "linear_num_heads": 2, "q_lora_rank": None,
-    },
-    "bailing_hybrid": {
-        **MLA, **MOE, **LINEAR, "num_local_experts": 4, "head_dim": 16, "first_k_dense_replace": 1,
-    },
-    "glm5_next_text": {
-        **MLA, **MOE, **LINEAR, "n_routed_experts": 4, "linear_head_dim": 16,
-        "linear_num_heads": 2, "q_lora_rank": 8, "qk_rope_head_dim": 0, "index_topk": 64,
-        "index_head_dim": 8, "index_n_heads": 2, "index_kpool": 4, "hc_mult": 2,
-        "indexer_types": ["full", "full"], "mlp_layer_types": ["dense", "sparse"],
-    },
-}  # fmt: skip
-NAMES = list(CONFIGS)
+NAMES = list(KDA)
 
 
 def random_model(name, **changes):
     transformers = pytest.importorskip("transformers")
     try:
-        values = {**BASE, **CONFIGS[name], **changes}
+        values = {**BASE, **KDA[name], **changes}
         config = transformers.AutoConfig.for_model(name, **values)
     except ValueError:
         pytest.skip(f"this transformers has no {name}")
