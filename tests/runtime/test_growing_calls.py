@@ -13,7 +13,7 @@ pytest.importorskip("triton.experimental.gluon")
 from test_host_calls import functions, hopper  # noqa: E402, F401
 
 pytestmark = compiled
-HALF, MORE = torch.bfloat16, 21  # functions of a new length beside those of a repeated one
+HALF, MORE = torch.bfloat16, 22  # functions of a new length beside those of a repeated one
 KNOWN = submodule("attention.ops").KVCACHE_ATTENTION
 
 

@@ -156,16 +156,17 @@ class Launch:
         else:
             code.step(*self.grid, stream, *code.middle, *places, *self.rest)
 
-    def at(self, numbers: tuple) -> "Launch":
-        """Returns the launch with other scalars, each of the same kind (kind_of)."""
+    def at(self, numbers: tuple, maps: Optional[tuple] = None) -> "Launch":
+        """Returns the launch with other scalars, each of the same kind (kind_of), and maps, each
+        with the same box."""
         other = Launch.__new__(Launch)
-        other.kernel, other.grid, other.maps = self.kernel, self.grid, self.maps
+        other.kernel, other.grid, other.maps = self.kernel, self.grid, maps or self.maps
         other.device, other.index, other.alone = self.device, self.index, self.alone
         other.constexprs, other.options, other.guarded = (
             self.constexprs, self.options, self.guarded
         )  # fmt: skip
         other.fixed, other.types, other.code = self.fixed, self.types, self.code
-        other.latest, other.numbers = self.latest, numbers
+        other.latest, other.numbers = ([], []) if maps else self.latest, numbers
         other.rest = (*numbers, *self.constexprs)
         return other
 

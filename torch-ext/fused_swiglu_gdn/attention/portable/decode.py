@@ -19,6 +19,7 @@ from ...runtime.cache import keep
 from ...runtime.dtypes import HALF
 from ...runtime.launch import Launch, kind_of, named
 from ...runtime.operation import contiguous_like, on_copies
+from ...runtime.sizes import next_power_of_2
 from ..call import KvCacheAttention
 
 MAX_HEAD, MAX_SPLITS, WAVES = 256, 64, 2
@@ -181,7 +182,7 @@ def count_parts(where: torch.device, programs: int, blocks: int) -> int:
     It is a power of two, so that caches of other lengths find their kernels compiled.
     """
     most = WAVES * device.multiprocessor_count(where.index) // max(programs, 1)
-    return max(1, min(most, 1 << (max(blocks, 1) - 1).bit_length(), MAX_SPLITS))
+    return max(1, min(most, next_power_of_2(blocks), MAX_SPLITS))
 
 
 def prepare_kvcache_attention(call: KvCacheAttention) -> Optional[Callable]:
@@ -261,7 +262,7 @@ class _Launches:
         pdl = device.overlaps_launches(self.device) and splits > 1
         shared = {
             "HQ": HQ, "D": D, "SPLITS": splits, "BLOCK_N": self.block,
-            "BLOCK_D": triton.next_power_of_2(D), "PDL": pdl,
+            "BLOCK_D": next_power_of_2(D), "PDL": pdl,
         }  # fmt: skip
         constexprs, options = named(
             _kvcache_attention_kernel, **shared, HK=HK, BLOCK_G=BLOCK_G, num_warps=self.warps,
@@ -275,7 +276,7 @@ class _Launches:
             return split, None, 0
         early = {"launch_pdl": True} if pdl else {}
         constexprs, options = named(
-            _combine_kernel, **shared, BLOCK_S=triton.next_power_of_2(splits),
+            _combine_kernel, **shared, BLOCK_S=next_power_of_2(splits),
             num_warps=8 if D > 128 else 4, **early,
         )  # fmt: skip
         combine = Launch(

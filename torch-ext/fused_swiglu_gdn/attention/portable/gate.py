@@ -13,6 +13,7 @@ from ...runtime import device, tuning
 from ...runtime.dtypes import served
 from ...runtime.launch import Launch, named
 from ...runtime.operation import contiguous_like, on_copies
+from ...runtime.sizes import next_power_of_2
 from ..call import SigmoidGate, SigmoidGradient
 
 
@@ -97,7 +98,7 @@ def _launch(*tensors: torch.Tensor) -> Launch:
     (outer, middle, inner, N), strides = rows_of(*tensors)
     M = outer * middle * inner
     config = tuning.lookup("portable_sigmoid_gate", x.device, MN=M * N)
-    BLOCK_N = min(triton.next_power_of_2(max(N, 1)), config["BLOCK"])
+    BLOCK_N = min(next_power_of_2(max(N, 1)), config["BLOCK"])
     BLOCK_M = config["BLOCK"] // BLOCK_N
     columns = -(-N // BLOCK_N)
     constexprs, options = named(

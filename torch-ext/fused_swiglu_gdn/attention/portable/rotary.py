@@ -20,6 +20,7 @@ from ...runtime.dtypes import served
 from ...runtime.launch import Launch, named, steps
 from ...runtime.operation import contiguous_like, on_copies
 from ...runtime.ops import dense
+from ...runtime.sizes import next_power_of_2
 from ..call import QkNormRope
 from .heads import load_heads, load_turn, load_weight, rms_reciprocal, store_heads
 
@@ -31,7 +32,7 @@ def takes(call: QkNormRope) -> bool:
     rows."""
     q, k, cache, options = call.q, call.k, (call.key_cache, call.value_cache), call.options
     D = q.shape[3]
-    most = MAX_WHOLE // triton.next_power_of_2(max(D, 1)) if options.whole else 65536
+    most = MAX_WHOLE // next_power_of_2(max(D, 1)) if options.whole else 65536
     wide = D if call.v is None else max(D, call.v.shape[3])
     return (
         served(q, k, call.cos, call.sin, call.q_weight, call.k_weight, call.v, *cache)
@@ -176,7 +177,7 @@ def _qk_norm_rope_kernel(
 def parts_of(D: int, cos: Optional[torch.Tensor], interleaved: bool) -> Dict[str, int]:
     """P, U, their tiles and ANGLES, by the names of a kernel's parameters."""
     P = 0 if cos is None else cos.shape[2] if interleaved else cos.shape[2] // 2
-    tiles = [triton.next_power_of_2(max(n, 1)) for n in (P, D - 2 * P)]
+    tiles = [next_power_of_2(max(n, 1)) for n in (P, D - 2 * P)]
     angles = 0 if cos is None or not interleaved else cos.ndim - 2
     return {"P": P, "U": D - 2 * P, "BLOCK_P": tiles[0], "BLOCK_U": tiles[1], "ANGLES": angles}
 
@@ -193,10 +194,10 @@ def settings(operation: str, q: torch.Tensor, U: int, whole: bool) -> dict:
 def head_tiles(config: dict, D: int, whole: bool, *heads: int) -> Tuple[int, ...]:
     """Heads that a program takes of each of these numbers: all of them for a norm over all
     heads."""
-    every = [triton.next_power_of_2(n) for n in heads]
+    every = [next_power_of_2(n) for n in heads]
     if whole:
         return tuple(every)
-    most = max(1, config["BLOCK"] // triton.next_power_of_2(D))
+    most = max(1, config["BLOCK"] // next_power_of_2(D))
     return tuple([min(n, most) for n in every])
 
 
@@ -249,7 +250,7 @@ def prepare_qk_norm_rope_fwd(call: QkNormRope) -> Optional[Callable]:
     )  # fmt: skip
     constexprs, launched = named(
         _qk_norm_rope_kernel, HQ=HQ, HK=HK, DV=DV, WHOLE=options.whole, BLOCK_Q=BLOCK_Q,
-        BLOCK_K=BLOCK_K, BLOCK_V=triton.next_power_of_2(max(DV, 1)),
+        BLOCK_K=BLOCK_K, BLOCK_V=next_power_of_2(max(DV, 1)),
         num_warps=config["num_warps"], **parts,
     )  # fmt: skip
     blocks = -(-HQ // BLOCK_Q) + (1 if v is None else 2) * -(-HK // BLOCK_K)

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from ...runtime.launch import Launch, steps
 from ...runtime.primitives import exact_exp2
+from ...runtime.sizes import next_power_of_2
 from ...runtime.tuning import lookup
 from ..call import GdnCall
 from ..chunks import CHUNK
@@ -274,7 +275,7 @@ class Prepare:
         # exceeds 2, and fp16 has the mantissa of tf32 at twice its rate.
         dot = tl.float16 if l2norm and not wide else tl.float32
         exactness = precision(torch.float32 if wide else torch.float16)
-        block_k = min(triton.next_power_of_2(max(K, 16)), 16 if wide else 32 if K > 128 else 64)
+        block_k = min(next_power_of_2(max(K, 16)), 16 if wide else 32 if K > 128 else 64)
         keys = keys_together(H, R)
         name = "portable_gdn_prepare_wide" if wide or K > 128 else "portable_gdn_prepare"
         self.kernel = Launch(

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from ...runtime.launch import Launch, steps
+from ...runtime.sizes import next_power_of_2
 from ...runtime.tuning import lookup
 from ..call import GdnCall
 from ..chunks import CHUNK
@@ -310,7 +311,7 @@ class Scan:
         rows, own = segments(call, *segment)
         rule = "kda" if call.channels else "gdn"
         config = configuration(kind, v.device, rows * HV, K, rule)
-        block_k = min(triton.next_power_of_2(max(K, 16)), config["BLOCK_K"])
+        block_k = min(next_power_of_2(max(K, 16)), config["BLOCK_K"])
         programs = rows * HV * -(-V // config["BLOCK_V"])
         state = -(-K // block_k) * block_k * config["BLOCK_V"]
         self.scratch = programs * state if q.dtype == torch.float32 else None

@@ -18,6 +18,7 @@ from ...runtime.launch import Launch, named
 from ...runtime.operation import on_copies
 from ...runtime.ops import dense
 from ...runtime.primitives import activate, sequence_bounds
+from ...runtime.sizes import cdiv
 from ..call import Convolution
 from .causal_conv1d_quads import conv_quads, takes_quads
 from .causal_conv1d_rows import conv_rows
@@ -241,14 +242,14 @@ def _launch(call: Convolution, order: str, y: torch.Tensor) -> Launch:
     (B, D, T), W, where = x.shape, weight.shape[1], x.device
     N = count_sequences(B, cu_seqlens)
     config = tuning.lookup(f"portable_causal_conv1d_{order}_fwd", where, D=D)
-    tiles, ends = triton.cdiv(T, config["BLOCK_T"]), N if return_final_states else 0
+    tiles, ends = cdiv(T, config["BLOCK_T"]), N if return_final_states else 0
     constexprs, options = named(
         _causal_conv1d_fwd_kernel, W=W, SILU=activation is not None, PTX=device.takes_ptx(where),
         QUADS=order == "quads", **config,
     )  # fmt: skip
     strides = (by_token(x), by_token(y), steps_of_states(initial_states))
     return Launch(
-        _causal_conv1d_fwd_kernel, (B * tiles + ends) * triton.cdiv(D, config["BLOCK_D"]), where,
+        _causal_conv1d_fwd_kernel, (B * tiles + ends) * cdiv(D, config["BLOCK_D"]), where,
         numbers=(*strides, T, D, N, tiles, N.bit_length()), constexprs=constexprs,
         options=options, guarded=True,
     )  # fmt: skip

@@ -15,6 +15,7 @@ from ...runtime import device, tuning
 from ...runtime.dtypes import served
 from ...runtime.launch import Launch
 from ...runtime.operation import on_copies
+from ...runtime.sizes import cdiv, next_power_of_2
 from ..call import Prologue
 from .causal_conv1d import are_dense, copied, final_tile, steps_of_states
 from .causal_conv1d_rows import conv_rows
@@ -108,14 +109,14 @@ def prepare_gdn_layer_prologue(call: Prologue) -> Optional[Callable]:
         return on_copies(prepare_gdn_layer_prologue, call, _copied)
     config = tuning.lookup("portable_causal_conv1d_td_fwd", where, D=D)
     block, S, N = min(block, config["BLOCK_D"]), max(final_width, 1), count_sequences(B, cu_seqlens)
-    tiles = triton.cdiv(T, config["BLOCK_T"])
+    tiles = cdiv(T, config["BLOCK_T"])
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     kernel = Launch(
         _gdn_layer_prologue_kernel, (B * tiles + (N if final_width else 0)) * (D // block), where,
         numbers=(strides, steps_of_states(initial_states), T, N, tiles),
         constexprs=(
             H * K, K, V, D, W, S, activation is not None, device.takes_ptx(where),
-            triton.next_power_of_2(S), config["BLOCK_T"], config["RUN"], block,
+            next_power_of_2(S), config["BLOCK_T"], config["RUN"], block,
         ),
         options=(("num_warps", 1),), guarded=True,
     )  # fmt: skip

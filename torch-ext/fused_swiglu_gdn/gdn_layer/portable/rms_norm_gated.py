@@ -13,6 +13,7 @@ from ...runtime import tuning
 from ...runtime.dtypes import served
 from ...runtime.launch import Launch, named
 from ...runtime.operation import contiguous_like, on_copies
+from ...runtime.sizes import cdiv, next_power_of_2
 from ..call import GatedNorm
 
 MAX_CHANNELS = 16384
@@ -70,10 +71,10 @@ def prepare_rms_norm_gated_fwd(call: GatedNorm) -> Optional[Callable]:
     M, config = x.numel() // D, tuning.lookup("portable_rms_norm_gated_fwd", where, D=D)
     constexprs, options = named(
         _rms_norm_gated_fwd_kernel, D=D, SILU=activation == "silu",
-        BLOCK_D=triton.next_power_of_2(D), **config,
+        BLOCK_D=next_power_of_2(D), **config,
     )  # fmt: skip
     kernel = Launch(
-        _rms_norm_gated_fwd_kernel, triton.cdiv(M, config["BLOCK_M"]), where,
+        _rms_norm_gated_fwd_kernel, cdiv(M, config["BLOCK_M"]), where,
         numbers=(two_strides(x), two_strides(gate), M, rows_of_a_group(x), eps),
         constexprs=constexprs, options=options, guarded=True,
     )  # fmt: skip

@@ -14,6 +14,7 @@ from ...runtime import device
 from ...runtime.dtypes import served
 from ...runtime.launch import Launch, named
 from ...runtime.operation import contiguous_like, on_copies
+from ...runtime.sizes import cdiv
 from ..call import RmsNorm
 from .backward import prepare_rms_norm_bwd  # noqa: F401
 from .rows import blocks, layout, lie_in_rows, readable
@@ -112,7 +113,7 @@ def prepare_rms_norm_fwd(call: RmsNorm) -> Optional[Callable]:
         PDL=device.overlaps_launches(x.device), **config, **exact,
     )  # fmt: skip
     kernel = Launch(
-        _rms_norm_fwd_kernel, triton.cdiv(M, config["BLOCK_M"]), x.device,
+        _rms_norm_fwd_kernel, cdiv(M, config["BLOCK_M"]), x.device,
         numbers=(M, *layout(x, residual), eps, offset), constexprs=constexprs, options=options,
         guarded=True,
     )  # fmt: skip

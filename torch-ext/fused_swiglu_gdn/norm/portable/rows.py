@@ -4,9 +4,9 @@ import itertools
 from typing import Optional, Tuple
 
 import torch
-import triton
 
 from ...runtime import tuning
+from ...runtime.sizes import next_power_of_2
 
 MAX_BLOCK = 16384  # columns that a program holds at once
 
@@ -52,4 +52,4 @@ def blocks(operation: str, where: torch.device, M: int, D: int) -> dict:
     config = tuning.lookup(operation, where, M=M, D=D)
     if D > MAX_BLOCK:
         return {**config, "BLOCK_M": 1, "BLOCK_D": MAX_BLOCK}
-    return {**config, "BLOCK_D": triton.next_power_of_2(D)}
+    return {**config, "BLOCK_D": next_power_of_2(D)}

@@ -22,6 +22,7 @@ from ...runtime.dtypes import HALF
 from ...runtime.launch import Launch
 from ...runtime.operation import on_copies
 from ...runtime.ops import rows_of
+from ...runtime.sizes import cdiv, next_power_of_2
 from ..call import MAX_TOKENS, MAX_WEIGHTS, Project, TokenMlp, products
 from .token import gated_token_kernel, project_token_kernel, weight_of
 
@@ -48,7 +49,7 @@ def parts_of_k(x, weight) -> int:
     if not device.overlaps_launches(x.device):
         return 1
     BLOCK_N = _split_config(x)["BLOCK_N"]
-    tiles, most = triton.cdiv(weight.shape[0], BLOCK_N), weight.shape[1] // 512
+    tiles, most = cdiv(weight.shape[0], BLOCK_N), weight.shape[1] // 512
     return min(device.multiprocessor_count(x.device.index) // max(tiles, 1), most)
 
 
@@ -178,7 +179,7 @@ def prepare_project_fwd(call: Project) -> Optional[Callable]:
         kernel, numbers, constexprs = project_token_kernel, (K, *sizes), (BLOCK_N, BLOCK_K)
     if M > 1:
         # all tokens are in one tile; nothing past a row's end is read
-        tokens = _tile_of_parts(M) if parts > 1 else max(16, triton.next_power_of_2(M))
+        tokens = _tile_of_parts(M) if parts > 1 else max(16, next_power_of_2(M))
         kernel, numbers = _project_few_kernel, (M, width, K, rows.stride(0), *sizes)
         constexprs = (tokens, BLOCK_N, math.gcd(BLOCK_K, K), parts)
         grid = (grid, parts)
@@ -203,7 +204,7 @@ def _added(launch: Launch, parts: int, shape: tuple, pdl: bool, early: tuple) ->
     """The product with one weight, of which `launch` makes a sum's parts."""
     size = math.prod(shape)
     add = Launch(
-        add_parts_kernel, triton.cdiv(size, 1024), launch.device, numbers=(size,),
+        add_parts_kernel, cdiv(size, 1024), launch.device, numbers=(size,),
         constexprs=(parts, 1024, pdl), options=early, guarded=True,
     )  # fmt: skip
 

@@ -7,7 +7,6 @@ import functools
 from typing import Callable, NamedTuple, Optional, Tuple
 
 import torch
-import triton
 
 from ...runtime import device, tuning
 from ...runtime.cache import keep
@@ -15,6 +14,7 @@ from ...runtime.launch import Launch
 from ...runtime.maps import Map
 from ...runtime.operation import on_copies
 from ...runtime.ops import rows_of
+from ...runtime.sizes import cdiv
 from ..call import Swiglu
 from ..portable import forward as portable
 from ..portable.forward import in_dense_rows
@@ -54,7 +54,7 @@ def between(first: torch.Tensor, second: torch.Tensor) -> int:
 
 def equal_groups(tiles: int, most: int) -> int:
     """Group size of at most `most` tiles that splits `tiles` into groups of about equal size."""
-    return triton.cdiv(tiles, triton.cdiv(tiles, most))
+    return cdiv(tiles, cdiv(tiles, most))
 
 
 def joined(size: tuple, strides: tuple, apart: int) -> Tuple[tuple, tuple]:
@@ -81,10 +81,10 @@ def choose(where: torch.device, M: int, N: int, K: int, wf: bool = False):
     for tile in tuning.lookup("hopper_swiglu_fwd", where)["tiles"]:
         if wf and tile["columns"] != tile["BLOCK_N"]:
             continue
-        count = triton.cdiv(M, tile["BLOCK_M"]) * triton.cdiv(N, tile["columns"])
+        count = cdiv(M, tile["BLOCK_M"]) * cdiv(N, tile["columns"])
         slots = processors * tile["per_processor"]
         full, rest = divmod(count, slots)
-        wave = triton.cdiv(K, tile["BLOCK_K"]) * tile["step_us"] + tile["tile_us"]
+        wave = cdiv(K, tile["BLOCK_K"]) * tile["step_us"] + tile["tile_us"]
         halves = tile["halves_cost"] > 0 and not wf and full > 0 and 0 < 2 * rest <= slots
         last = tile["halves_cost"] if halves else float(rest > 0)
         if tile["per_processor"] > 1 and 0 < rest <= processors:
@@ -93,6 +93,12 @@ def choose(where: torch.device, M: int, N: int, K: int, wf: bool = False):
         if best is None or time < best[0]:
             best = time, tuple(tile.items()), full * slots if halves else count, halves
     return best[1:]
+
+
+@functools.lru_cache(maxsize=4096)
+def map_of_weights(size: tuple, strides: tuple, apart: int, box: tuple) -> Map:
+    """The map of both weights; calls with other M, and their encoded maps, have it in common."""
+    return Map(*joined(size, strides, apart), box)
 
 
 class Plan(NamedTuple):
@@ -111,12 +117,12 @@ def _plan(
     tile, whole, halves = choose(where, M, N, K, wf)
     tile = dict(tile)
     BM, BN, BK = (tile[f"BLOCK_{d}"] for d in "MNK")
-    tiles_m = triton.cdiv(M, BM)
-    count = tiles_m * triton.cdiv(N, BN if wf else tile["columns"])
+    tiles_m = cdiv(M, BM)
+    count = tiles_m * cdiv(N, BN if wf else tile["columns"])
     slots = device.multiprocessor_count(where.index) * tile["per_processor"]
     group = equal_groups(tiles_m, tile["GROUP"])
     three_quarter = not wf and tile["columns"] != BN
-    weights = joined((N, K), strides, apart)
+    weights = functools.partial(map_of_weights, (N, K), strides, apart)
 
     def made(columns: int) -> Map:
         return Map((M, N), (N, 1), (BM, columns))
@@ -128,12 +134,12 @@ def _plan(
         maps, order = (weight, weight, made(BN)), (X, GATE, UP, Z)
     elif three_quarter:
         kernel = swiglu_three_quarter_fwd_kernel
-        maps = (*(Map(*weights, (2, n, BK)) for n in (BN // 2, BN // 4)), made(BN // 2))
+        maps = (*(weights((2, n, BK)) for n in (BN // 2, BN // 4)), made(BN // 2))
         maps, order = (*maps, made(BN // 4)), (X, LOWER, LOWER, Z, Z)
     else:
         kernel, numbers = swiglu_fwd_kernel, (M, N, K, whole, group)
-        maps, order = (Map(*weights, (2, BN, BK)), made(BN)), (X, LOWER, Z)
-        half = (Map(*weights, (2, BN // 2, BK)), made(BN // 2)) if halves else (None, None)
+        maps, order = (weights((2, BN, BK)), made(BN)), (X, LOWER, Z)
+        half = (weights((2, BN // 2, BK)), made(BN // 2)) if halves else (None, None)
         maps, order = (*maps, *half), (*order, *((LOWER, Z) if halves else (NONE, NONE)))
     launch = Launch(
         kernel,
@@ -145,6 +151,16 @@ def _plan(
         options=tuple((name, tile[name]) for name in ("num_warps", "num_stages")),
     )
     return Plan(launch, (*order, B_GATE, B_UP))
+
+
+def _moved(plan: Plan, size: tuple, strides: tuple, apart: int) -> Plan:
+    """The plan of weights of one map that lie at another distance, of the same sign."""
+    launch = plan.kernel
+    maps = [
+        map_of_weights(size, strides, apart, tuple(m.box)) if m and len(m.box) == 3 else m
+        for m in launch.maps
+    ]
+    return plan._replace(kernel=launch.at(launch.numbers, tuple(maps)))
 
 
 def prepare_swiglu_fwd(call: Swiglu) -> Optional[Callable]:
@@ -160,6 +176,7 @@ def prepare_swiglu_fwd(call: Swiglu) -> Optional[Callable]:
     sizes = (x.device, x.dtype, M, N, K, rows.stride(0), strides, activation)
     together = strides[1] == 1  # both weights by one map, which holds how far they lie apart
     plans: dict = {}  # by that distance in bytes, since layers of one size differ in it
+    signs: dict = {}  # the last of them, by its sign
 
     def run(x, w_gate, w_up, b_gate, b_up):
         gate, up = w_gate.data_ptr(), w_up.data_ptr()
@@ -169,8 +186,12 @@ def prepare_swiglu_fwd(call: Swiglu) -> Optional[Callable]:
             return portable.prepare_swiglu_fwd(Swiglu.of((*tensors, activation)))(*tensors)
         plan = plans.get(apart if together else 0)
         if plan is None:
-            distance = apart // size if together else 0
-            plan = keep(plans, apart if together else 0, _plan(*sizes, distance))
+            distance, like = apart // size if together else 0, signs.get(apart < 0)
+            if like is None:
+                plan = _plan(*sizes, distance)
+            else:
+                plan = _moved(like, (N, K), strides, distance)
+            signs[apart < 0] = keep(plans, apart if together else 0, plan)
         z = x.new_empty(shape)
         tensors = (x, w_gate, w_up, w_up if apart < 0 else w_gate, z, None, b_gate, b_up)
         plan.kernel(*[tensors[place] for place in plan.order])

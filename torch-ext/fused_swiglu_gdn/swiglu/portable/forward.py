@@ -16,6 +16,7 @@ from ...runtime.launch import Launch
 from ...runtime.operation import on_copies
 from ...runtime.ops import dense, in_rows, rows_of
 from ...runtime.primitives import activate, either, grouped_tile
+from ...runtime.sizes import cdiv
 from ..call import Swiglu
 from .gate import gate_fwd
 
@@ -108,7 +109,7 @@ def prepare_swiglu_fwd(call: Swiglu) -> Optional[Callable]:
     rows = rows_of(x)
     M, K = rows.shape
     config = tuning.lookup("portable_swiglu_fwd", where, M=M, N=N, K=K)
-    tiles = triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(N, config["BLOCK_N"])
+    tiles = cdiv(M, config["BLOCK_M"]) * cdiv(N, config["BLOCK_N"])
     blocks = tuple(config[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP"))
     even_k = K % config["BLOCK_K"] == 0
     kernel = Launch(

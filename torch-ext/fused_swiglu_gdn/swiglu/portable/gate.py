@@ -13,6 +13,7 @@ from ...runtime.launch import Launch
 from ...runtime.operation import contiguous_like, on_copies
 from ...runtime.ops import rows_of
 from ...runtime.primitives import activate, activate_with_slope
+from ...runtime.sizes import cdiv
 from ..call import SiluMul, SiluMulGradient
 
 BLOCK = 1024
@@ -55,7 +56,7 @@ def _launch(
     """The launch of a kernel for M rows at these strides; guarded: as Launch has it."""
     kernel = _gate_bwd_kernel if gradient else _gate_fwd_kernel
     return Launch(
-        kernel, (M, triton.cdiv(N, BLOCK)), where, numbers=(N, *strides),
+        kernel, (M, cdiv(N, BLOCK)), where, numbers=(N, *strides),
         constexprs=(activation, BLOCK), guarded=guarded,
     )  # fmt: skip
 
