@@ -90,8 +90,8 @@ def _kvcache_attention_kernel(
     total = tl.zeros((BLOCK_G,), tl.float32)
     acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
     for n in range(start, stop, BLOCK_N):
-        slots = n + offs_n
-        seen = slots < stop
+        seen = n + offs_n < stop
+        slots = (n + offs_n).to(tl.int64)
         bias = tl.zeros((BLOCK_N,), tl.float32)
         if mask_ptr is not None:
             m = tl.load(mask_ptr + b * mask_strides[0] + slots * mask_strides[1], seen, other=0)
@@ -101,7 +101,6 @@ def _kvcache_attention_kernel(
                 bias = m.to(tl.float32)
                 seen &= bias != float("-inf")
         # slots that are not attended cost nothing, whatever they hold
-        slots = slots.to(tl.int64)
         k = tl.load(
             k_row + slots[None, :] * k_strides[2] + offs_d[:, None],
             mask=seen[None, :] & (offs_d < D)[:, None], other=0.0,
