@@ -703,6 +703,30 @@ for M in (1, 32, 64):
 calls(_fp8_few, "fp8 few", {"odd blocks": dict(M=17, K=17 * 128, rows=(1040, 272))})
 
 
+def _fp8_gate(kernel, B=1, T=4096, HQ=16, D=256):
+    x, both = values(B, T, HQ, D), values(B, T, HQ, 2 * D)
+    gate = submodule("attention.ops_fp8").GATE_QUANTISE
+    return lambda: gate((x, both[..., D:]))
+
+
+def _fp8_gated_norm(kernel, B=1, T=4096, HV=32):
+    x, z, weight = values(B, T, HV, 128), values(B, T, HV, 128), values(128, dtype=FP32)
+    norm = submodule("gdn_layer.ops_fp8").NORM_QUANTISE
+    return lambda: norm((x, z, weight), (1e-6, "silu"))
+
+
+def _fp8_layer_decode(kernel, B=1):
+    tensors = _layer_decode(kernel, B).args
+    decode = submodule("gdn_layer.ops_fp8").DECODE_QUANTISE
+    given = (*tensors[:10], *tensors[11:14])
+    return lambda: decode(given, ("silu", 1e-6, "silu", False))
+
+
+calls(_fp8_gate, "fp8 attention gate", {"": {}, "16 tokens": dict(B=16, T=1)})
+calls(_fp8_gated_norm, "fp8 gated norm", {"": {}, "1 token": dict(T=1)})
+calls(_fp8_layer_decode, "fp8 gdn_layer decode", {"": {}, "batch 64": dict(B=64)})
+
+
 def _fp8_experts(kernel, T, E=256, K=8, H=2048, N=512, index=torch.int64):
     w_gate_up, w_down = values(E, 2 * N, H, dtype=E4M3), values(E, H, N, dtype=E4M3)
     scales = [

@@ -8,6 +8,8 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
+from ..fp8.call import Quantised
+from ..fp8.reference import quantise_fwd
 from ..runtime.dtypes import at_least_fp32
 from .call import QkNormRope, QkOptions
 
@@ -73,6 +75,11 @@ def qk_norm_rope_fwd(*fields) -> Tuple[Tensor, Tensor]:
 def sigmoid_gate_fwd(x: Tensor, gate: Tensor) -> Tensor:
     """x * sigmoid(gate) in fp32, rounded once; contiguous."""
     return (at_least_fp32(x) * at_least_fp32(gate).sigmoid()).to(x.dtype).contiguous()
+
+
+def sigmoid_gate_quantise_fwd(x: Tensor, gate: Tensor) -> Quantised:  # [B, T, HQ, D] bf16 each
+    """sigmoid_gate_fwd of the heads of tokens, in FP8."""
+    return quantise_fwd(sigmoid_gate_fwd(x, gate).flatten(0, 1).flatten(1))
 
 
 def kvcache_attention(

@@ -25,8 +25,8 @@ class EagerOperation(Operation):
     the reference is forced, that computes it.
     """
 
-    def __init__(self, family: str, name: str, call: type, reference):
-        super().__init__(family, name, call, reference, schema=None)
+    def __init__(self, family: str, name: str, call: type, reference, written: tuple = ()):
+        super().__init__(family, name, call, reference, schema=None, written=written)
 
     def __call__(self, tensors: tuple, options: tuple = ()):
         run = self.find(tensors, options, True)
@@ -43,7 +43,8 @@ class EagerOperation(Operation):
         return run
 
     def _by_kernels(self, call) -> Optional[Callable]:
-        return None if transformed() else self._prepared(call)
+        launch = None if transformed() else self._prepared(call)
+        return launch and self.noticed(launch, call.tensors)
 
 
 MULTIPLY = ("fp8.multiply", "multiply_fwd")

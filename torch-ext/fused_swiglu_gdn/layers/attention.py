@@ -15,7 +15,9 @@ from torch import nn
 from ..attention import ops
 from ..attention.api import attention_with_kvcache, fused_qk_norm_rope, sigmoid_gate
 from ..runtime import device, dispatch
+from . import fp8_out
 from .forward import Arguments, Interface, Value, Word, Words, forward_by
+from .fp8 import FORMS as FP8_FORMS
 from .norm import does_nothing, parameters_of_norm
 from .own_code import Pinned
 from .plain import PLAIN_TENSORS
@@ -106,9 +108,8 @@ class Attention:
         if x.ndim != 3 or not form.pinned.unchanged(attention, form.guards):
             return None
         parts = attention.__dict__["_modules"]
-        for name in form.identities:
-            if not does_nothing(parts[name]):
-                return None
+        if not all([does_nothing(parts[name]) for name in form.identities]):
+            return None
         own_tables = given.get(form.tables)
         tables = _tables(form, own_tables, x, D)
         norms = {} if form.q_norm is None else _norms(form, parts, x, D)
@@ -122,8 +123,7 @@ class Attention:
             if not _casts_alike(x, past, function, words, more):
                 return None
         if self.joined is None:
-            linears = [parts[name] for name in form.projections]
-            q, k, v = projections(x, *linears, unpatched=True)
+            q, k, v = projections(x, *[parts[n] for n in form.projections], unpatched=True)
         else:
             q, k, v = parts[self.joined](x).split(form.sizes, -1)
         B, T = x.shape[:2]
@@ -155,6 +155,9 @@ class Attention:
         else:
             out, weights = function(attention, q.transpose(1, 2), k, v, mask, **words, **more)
         if gate is not None:
+            y = fp8_out.gated(out, gate, parts[form.out]) if FP8_FORMS else None
+            if y is not None:
+                return y, weights
             out = sigmoid_gate(out, gate) if out.shape == gate.shape else out * torch.sigmoid(gate)
         out = out.reshape(B, T, -1).contiguous()
         return projections(out, parts[form.out], unpatched=True)[0], weights

@@ -13,11 +13,14 @@ from typing import Callable, Dict, FrozenSet, NamedTuple, Optional, Tuple
 import torch
 from torch import nn
 
+from ..fp8.call import Quantised
 from ..gdn import api as gdn
 from ..gdn_layer import api as gdn_layer
 from ..gdn_layer import fused
 from ..runtime.activations import OF_CONVOLUTION, OF_GATED_NORM
+from . import fp8_out
 from .forward import Arguments, forward_by
+from .fp8 import FORMS as FP8_FORMS
 from .functions import is_gated_norm, named_activation, normed_and_gated, packed_lengths
 from .own_code import Pinned, found_at
 from .plain import PLAIN_TENSORS
@@ -232,12 +235,14 @@ def _rule(layer, q, k, v, a, b, allow_neg_eigval, seq: _Sequences):
 
 
 def _gated_delta_net(
-    layer, norm, q, k, v, z, a, b, seq: _Sequences, joined, allow_neg_eigval: bool
-):
+    layer, norm, q, k, v, z, a, b, seq: _Sequences, joined, allow_neg_eigval: bool,
+    quantises: bool = False,
+):  # fmt: skip
     """From the input projections to the input of the output projection.
 
     q, k [B, T, H, K]; v, z [B, T, HV, V] or by k-head [B, T, H, HV / H, V]; a, b [B, T, HV] or
     [B, T, H, HV / H] -> [B, T, HV * V]. joined [B, T, D] is q, k and v if they lie side by side.
+    quantises: the result is in FP8 where a kernel makes that.
     """
     plain = is_gated_norm(norm) and norm.weight.shape == z.shape[-1:]
     # the convolution's weight is read, not called: an offloaded one has to be brought first
@@ -247,13 +252,23 @@ def _gated_delta_net(
         hook.pre_forward(conv)
     decoding = seq.in_place and seq.held is None and plain and layer.activation in OF_CONVOLUTION
     decoding = decoding and norm.activation in OF_GATED_NORM
+    y = None
     if decoding:
         # one token, from the input projections to the output's; both states are updated in place
-        y = fused.decode_step(
-            q, k, v, z, a, b, seq.conv_state, seq.state, conv.weight.squeeze(1), conv.bias,
-            layer.activation, layer.A_log, layer.dt_bias, norm.weight, norm.variance_epsilon,
-            norm.activation, allow_neg_eigval,
-        ).flatten(2)  # fmt: skip
+        states, weight = (seq.conv_state, seq.state), conv.weight.squeeze(1)
+        if quantises:
+            tensors = (
+                q, k, v, z, a, b, *states, weight, conv.bias, layer.A_log, layer.dt_bias,
+                norm.weight,
+            )  # fmt: skip
+            options = layer.activation, norm.variance_epsilon, norm.activation, allow_neg_eigval
+            y = fp8_out.decoded(tensors, *options)
+        if y is None:
+            y = fused.decode_step(
+                q, k, v, z, a, b, *states, weight, conv.bias, layer.activation, layer.A_log,
+                layer.dt_bias, norm.weight, norm.variance_epsilon, norm.activation,
+                allow_neg_eigval,
+            ).flatten(2)  # fmt: skip
     else:
         y = _convolution(layer, q, k, v.flatten(3), joined, seq)  # [B, T, D]
     if hook is not None:
@@ -263,7 +278,12 @@ def _gated_delta_net(
     q, k, v = _split(layer, y)
     o = _rule(layer, q, k, v, a.flatten(2), b.flatten(2), allow_neg_eigval, seq)
     if plain:
-        o = normed_and_gated(norm, o.reshape(z.shape), z)
+        o, codes = o.reshape(z.shape), None
+        if quantises and getattr(norm, "activation", "silu") in OF_GATED_NORM:
+            codes = fp8_out.normed(norm, o, z)
+        if codes is not None:
+            return codes
+        o = normed_and_gated(norm, o, z)
     else:
         o = norm(o.reshape(-1, o.shape[-1]), z.reshape(-1, o.shape[-1])).view(z.shape)
     return o.flatten(2)
@@ -294,9 +314,15 @@ def _layer(layer, ours: type, project: Callable, norm: str, out: str, given, mas
         x = (x * mask[:, :, None]).to(x.dtype)
     q, k, v, z, a, b, joined, allow_neg_eigval = project(layer, x)
     seq = _Sequences(layer, k, cache, kwargs)
-    norm = getattr(layer, norm)
-    o = _gated_delta_net(layer, norm, q, k, v, z, a, b, seq, joined, allow_neg_eigval)
-    return projections(o, getattr(layer, out))[0]
+    norm, out = getattr(layer, norm), getattr(layer, out)
+    weight = None
+    if type(out) in FP8_FORMS:
+        weight = fp8_out.weight_of_out(out, x, z.shape[2:].numel())
+    more = (seq, joined, allow_neg_eigval, weight is not None)
+    o = _gated_delta_net(layer, norm, q, k, v, z, a, b, *more)
+    if type(o) is Quantised:
+        return fp8_out.product(o, weight, *x.shape[:2])
+    return projections(o, out)[0]
 
 
 def _qwen3_5(layer, x) -> tuple:

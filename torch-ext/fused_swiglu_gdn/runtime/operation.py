@@ -1,7 +1,7 @@
 """`Operation`: what a call means, which kernels compute it, and how torch sees it."""
 
 import functools
-from typing import Callable, Optional, Tuple
+from typing import Callable, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -209,6 +209,10 @@ class Operation(CallCache):
             return lambda *tensors: self.op(*tensors, *options)
         if grad:
             return self._with_gradient(launch, options, any(map(wrapped, there)))
+        return self.noticed(launch, tensors)
+
+    def noticed(self, launch: Callable, tensors: Sequence) -> Callable:
+        """launch, with autograd's notice of those of the tensors that it writes."""
         places = [i for i in self.places if tensors[i] is not None]
         places = [i for i in places if not tensors[i].is_inference()]
         return _counting(launch, places) if places else launch

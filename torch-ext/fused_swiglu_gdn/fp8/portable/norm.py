@@ -12,6 +12,7 @@ import triton.language as tl
 
 from ...runtime import device
 from ...runtime.launch import Launch
+from ...runtime.sizes import next_power_of_2
 from ..call import BLOCK, NormQuantise, Quantised, padded
 from .quantise import codes_of, is_quantised_here, scale_of
 
@@ -89,7 +90,7 @@ def prepare_norm_quantise_fwd(call: NormQuantise) -> Optional[Callable]:
     x, (eps, casting_mode, offset) = call.x, call.options
     D, where = x.shape[-1], x.device
     M = x.numel() // D
-    groups, pdl, P = triton.next_power_of_2(D // BLOCK), device.overlaps_launches(where), padded(M)
+    groups, pdl, P = next_power_of_2(D // BLOCK), device.overlaps_launches(where), padded(M)
     options = (("num_warps", 4 if groups <= 32 else 8), *((("launch_pdl", True),) if pdl else ()))
     kernel = Launch(
         _norm_quantise_kernel, P, where, numbers=(M, P, eps, offset),

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from ...runtime import device
 from ...runtime.launch import Launch
+from ...runtime.sizes import next_power_of_2
 from ..call import BLOCK, INVERSE, LEAST, Quantise, Quantised, SiluMulQuantise, padded
 
 _BLOCK, _LEAST, _INVERSE = tl.constexpr(BLOCK), tl.constexpr(LEAST), tl.constexpr(INVERSE)
@@ -42,7 +43,7 @@ def codes_of(x, scale, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _store(x, q_ptr, s_ptr, row, group, offs, P, COLUMNS: tl.constexpr):
+def store_codes(x, q_ptr, s_ptr, row, group, offs, P, COLUMNS: tl.constexpr):
     """x [GROUPS, 128] fp32 of a row, as codes and scales."""
     s = scale_of(x, 1)  # [GROUPS]
     here = group < COLUMNS // _BLOCK
@@ -71,7 +72,7 @@ def _quantise_kernel(
     offs = group[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     mask = (offs < K) & (row < M)
     x = tl.load(x_ptr + row.to(tl.int64) * stride_x + offs, mask=mask, other=0.0)
-    _store(x.to(tl.float32), q_ptr, s_ptr, row, group, offs, P, K)
+    store_codes(x.to(tl.float32), q_ptr, s_ptr, row, group, offs, P, K)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -101,28 +102,30 @@ def _silu_mul_quantise_kernel(
     gate = gate.to(tl.float32)
     gate = (gate / (1.0 + tl.exp2(-1.4426950408889634 * gate))).to(tl.bfloat16)
     z = (gate.to(tl.float32) * up.to(tl.float32)).to(tl.bfloat16)
-    _store(z.to(tl.float32), q_ptr, s_ptr, row, group, offs, P, N)
+    store_codes(z.to(tl.float32), q_ptr, s_ptr, row, group, offs, P, N)
 
 
-def _launch(kernel, most: int, numbers: tuple, where: torch.device, shape: tuple) -> Launch:
+def launch_of(
+    kernel, most: int, numbers: tuple, where: torch.device, shape: tuple, *more
+) -> Launch:
     """A launch of a kernel for values of a shape, a program for a row and at most `most` blocks of
-    its columns."""
+    its columns; more: further constexprs."""
     M, columns = shape
-    P, groups = padded(M), min(most, triton.next_power_of_2(columns // BLOCK))
+    P, groups = padded(M), min(most, next_power_of_2(columns // BLOCK))
     pdl = device.overlaps_launches(where)
     return Launch(
         kernel, (P, -(-columns // (BLOCK * groups))), where, numbers=(M, P, *numbers),
-        constexprs=(columns, groups, pdl), options=(("launch_pdl", True),) if pdl else (),
+        constexprs=(columns, groups, pdl, *more), options=(("launch_pdl", True),) if pdl else (),
         guarded=True,
     )  # fmt: skip
 
 
 def quantise_launch(rows: torch.Tensor) -> Launch:
     """A launch of (x, codes, scales) for x like `rows` [M, K]."""
-    return _launch(_quantise_kernel, 32, (rows.stride(0),), rows.device, rows.shape)
+    return launch_of(_quantise_kernel, 32, (rows.stride(0),), rows.device, rows.shape)
 
 
-def _quantising(launch: Launch, where: torch.device, shape: tuple) -> Callable:
+def quantising(launch: Launch, where: torch.device, shape: tuple) -> Callable:
     """A function of the tensors before codes and scales of a launch, which returns these."""
     P, columns = padded(shape[0]), shape[1]
     size, strides = (P, columns // BLOCK), (1, P)
@@ -141,7 +144,7 @@ def prepare_quantise_fwd(call: Quantise) -> Optional[Callable]:
     x = call.x
     if not is_quantised_here(x):
         return None
-    return _quantising(quantise_launch(x), x.device, x.shape)
+    return quantising(quantise_launch(x), x.device, x.shape)
 
 
 def prepare_silu_mul_quantise_fwd(call: SiluMulQuantise) -> Optional[Callable]:
@@ -154,5 +157,5 @@ def prepare_silu_mul_quantise_fwd(call: SiluMulQuantise) -> Optional[Callable]:
 
 def gate_of(where: torch.device, shape: tuple, strides: tuple) -> Callable:
     """(gate, up) -> silu(gate) * up in FP8, for values of these shapes and strides of rows."""
-    launch = _launch(_silu_mul_quantise_kernel, 8, strides, where, shape)
-    return _quantising(launch, where, shape)
+    launch = launch_of(_silu_mul_quantise_kernel, 8, strides, where, shape)
+    return quantising(launch, where, shape)

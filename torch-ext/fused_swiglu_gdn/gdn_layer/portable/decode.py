@@ -13,11 +13,12 @@ from typing import Callable, Optional
 import torch
 import triton
 
+from ...fp8.call import BLOCK, MOST, Quantised, padded
 from ...gdn.portable.recurrent_step import is_dense, step_config
 from ...runtime import device
 from ...runtime.dtypes import served
 from ...runtime.launch import Launch
-from ..call import LayerDecode
+from ..call import DecodeOptions, LayerDecode
 from .decode_kernels import layer_finish_kernel, layer_step_kernel
 from .prologue import channel_block
 
@@ -83,7 +84,7 @@ class Step:
             q.device,
             numbers=(
                 _grouped(z, R, 1), (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
-                held.stride(), B * HV, float(options.eps),
+                held.stride(), B * HV, padded(B), float(options.eps),
             ),
             constexprs=(
                 H, HV, V, H * K, K, wide, D, S, options.gate_activation != "sigmoid", pdl,
@@ -99,10 +100,35 @@ class Step:
         o = torch.empty(self.out, dtype=torch.float32, device=self.device)  # [B, 1, HV, V]
         y = torch.empty(self.out, dtype=self.dtype, device=self.device)  # [B, 1, HV, V]
         self.rule(q, k, v, a, b, held, weight, bias, A_log, dt_bias, state, o)
-        self.finish(o, z, norm_weight, y, q, k, v, held)
+        self.finish(o, z, norm_weight, y, None, None, q, k, v, held)
         return y
+
+    def quantised(
+        self, q, k, v, z, a, b, held, state, weight, bias, A_log, dt_bias, norm_weight
+    ) -> Quantised:
+        """The result in FP8, [P, HV V]; the rows behind those of the call are not written."""
+        HV, V = self.out[2:]
+        P = padded(self.out[0])
+        o = torch.empty(self.out, dtype=torch.float32, device=self.device)
+        codes = torch.empty((P, HV * V), dtype=torch.float8_e4m3fn, device=self.device)
+        scales = torch.empty_strided((P, HV), (1, P), dtype=torch.float32, device=self.device)
+        self.rule(q, k, v, a, b, held, weight, bias, A_log, dt_bias, state, o)
+        self.finish(o, z, norm_weight, None, codes, scales, q, k, v, held)
+        return Quantised(codes, scales)
 
 
 def prepare_gdn_layer_decode(call: LayerDecode) -> Optional[Callable]:
     """The tensors of a call -> y [B, 1, HV, V]: convolution and rule, then norm and gate."""
     return Step(call) if _supports(call) else None
+
+
+def prepare_gdn_layer_decode_quantise(call: LayerDecode) -> Optional[Callable]:
+    """The tensors of a call -> y in FP8 for products of few tokens, of heads as wide as a block of
+    scales; None where it is served otherwise."""
+    call = call._replace(options=DecodeOptions(*call.options))
+    B, V = call.q.shape[0], call.v.shape[-1]
+    if not 0 < B <= MOST or V != BLOCK or call.q.dtype is not torch.bfloat16:
+        return None
+    if not device.has_e4m3(call.q.device) or not _supports(call):
+        return None
+    return Step(call).quantised

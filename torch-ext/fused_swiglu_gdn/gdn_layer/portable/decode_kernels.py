@@ -1,12 +1,13 @@
 """The two kernels of decode.py.
 
 Sizes: B rows, H and HV heads, R = HV / H, K and V head dims, D = 2 H K + HV V channels, W taps,
-S columns of the convolution's state.
+S columns of the convolution's state, P rows with padding in FP8.
 """
 
 import triton
 import triton.language as tl
 
+from ...fp8.portable.quantise import codes_of, scale_of
 from ...gdn.portable.delta import key_norms, load, read_step, store, write_step
 from ...gdn.portable.gates import log_decay, write_strength
 from ...runtime.primitives import activate
@@ -129,7 +130,9 @@ def layer_finish_kernel(
     o_ptr,  # [B, HV, V] fp32
     z_ptr,  # [B, H, R, V]
     norm_ptr,  # [V]
-    y_ptr,  # [B, HV, V]
+    y_ptr,  # [B, HV, V], or None with the two below
+    codes_ptr,  # [B, HV, V] e4m3, or None
+    scales_ptr,  # [HV, P] fp32, or None
     q_ptr,  # [B, H, K]
     k_ptr,  # [B, H, K]
     v_ptr,  # [B, H, R * V] or [B, HV, V]
@@ -138,6 +141,7 @@ def layer_finish_kernel(
     strides,  # of B, T and a head in q, k, v
     held_strides,  # of B, D, S
     heads,  # B * HV
+    P,
     eps,
     H: tl.constexpr,
     HV: tl.constexpr,
@@ -153,8 +157,8 @@ def layer_finish_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """A program normalises and gates one head; programs past the heads update the convolution's
-    state.
+    """A program normalises and gates one head, which is a block of scales in FP8; programs past the
+    heads update the convolution's state.
 
     Each of those shifts BLOCK_D channels by a token.
     """
@@ -172,8 +176,14 @@ def layer_finish_kernel(
         norm = tl.load(norm_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)
         rstd = tl.rsqrt(tl.sum(o * o, 0) / V + eps)
         y = norm * (o * rstd) * gate_activation(z.to(tl.float32), SILU)
-        y_ptrs = y_ptr + pid.to(tl.int64) * V + offs_v
-        tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=mask_v)
+        at = pid.to(tl.int64) * V + offs_v
+        if codes_ptr is None:
+            tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask_v)
+        else:  # a head has a scale of its own
+            y = tl.expand_dims(y.to(tl.bfloat16).to(tl.float32), 0)
+            scale = scale_of(y, 1)  # [1]
+            tl.store(codes_ptr + tl.expand_dims(at, 0), codes_of(y, scale, 1))
+            tl.store(scales_ptr + hv * P + row + tl.arange(0, 1), scale)
     else:
         pid -= heads
         row = (pid // (D // BLOCK_D)).to(tl.int64)

@@ -1,0 +1,73 @@
+"""Output projections that are FP8Linears: attention's gate and the gated norm of Gated DeltaNet
+quantise for them in their own launch."""
+
+from typing import Optional, Tuple
+
+import torch
+from torch import nn
+
+from ..attention.ops_fp8 import GATE_QUANTISE
+from ..fp8.call import BLOCK, MOST, Quantised
+from ..fp8.ops import MULTIPLY
+from ..fp8.product import few
+from ..gdn_layer.ops_fp8 import DECODE_QUANTISE, NORM_QUANTISE
+from ..runtime import dispatch
+from ..runtime.activations import SAME
+from .fp8 import FORMS, Weight, for_many, takes, weights_of
+
+
+def weight_of_out(
+    linear: nn.Module, x: torch.Tensor, K: int, unpatched: bool = False
+) -> Optional[Weight]:
+    """Returns what calling the FP8Linear multiplies K columns of x's tokens by, if it does no more,
+    no gradient can be asked for, and the product of these tokens is known to be computed. x [B, T,
+    ...]; unpatched: the caller knows that torch_unpatched."""
+    if type(linear) not in FORMS or torch.is_grad_enabled():
+        return None
+    if not takes(x, MULTIPLY, unpatched):
+        return None
+    (found,) = weights_of((linear,), x)
+    if found is None or found.weight.shape[1] != K or K % BLOCK:
+        return None
+    if x.shape[0] * x.shape[1] > MOST or dispatch.forced is not None:
+        (found,) = for_many([found]) or (None,)
+        return found
+    weight, scale, _, _ = found  # as products of few tokens take them
+    fits = scale.shape == (-(-weight.shape[0] // BLOCK), K // BLOCK)
+    return found if fits and weight.is_contiguous() and scale.is_contiguous() else None
+
+
+def product(codes: Quantised, weight: Weight, B: int, T: int) -> torch.Tensor:
+    """The product of B * T tokens in FP8 with what weight_of_out gave, [B, T, N]."""
+    M, y = B * T, None
+    if M <= MOST and weight.bias is None:
+        y = few(codes, M, (weight.weight,), (weight.scale,))
+    if y is None:
+        y = weight.times(codes, M)
+    return y.resize_((B, T, y.shape[1]))
+
+
+def gated(out: torch.Tensor, gate: torch.Tensor, linear: nn.Module) -> Optional[torch.Tensor]:
+    """linear(out * sigmoid(gate)) of heads [B, T, HQ, D], [B, T, N]; None where the parts are to be
+    called."""
+    if out.ndim != 4 or out.shape != gate.shape:
+        return None
+    B, T, HQ, D = out.shape
+    weight = weight_of_out(linear, out, HQ * D, True)
+    codes = None if weight is None else GATE_QUANTISE((out, gate))
+    return None if codes is None else product(codes, weight, B, T)
+
+
+def normed(norm: nn.Module, x: torch.Tensor, gate: torch.Tensor) -> Optional[Quantised]:
+    """The gated norm of heads [B, T, ..., V] in FP8, as normed_and_gated has it; None where no
+    kernel serves. The activation is one of the kernels'."""
+    name = getattr(norm, "activation", "silu")
+    return NORM_QUANTISE((x, gate, norm.weight), (norm.variance_epsilon, SAME.get(name, name)))
+
+
+def decoded(tensors: Tuple[Optional[torch.Tensor], ...], *options) -> Optional[Quantised]:
+    """A token of a layer between its projections in FP8, [B, HV V]; both states are updated in
+    place. tensors, options: those of LayerDecode. None where no kernel serves, and then nothing is
+    changed."""
+    activation, eps, gate, allow_neg_eigval = options
+    return DECODE_QUANTISE(tensors, (activation, eps, SAME.get(gate, gate), allow_neg_eigval))
