@@ -7,8 +7,10 @@ import random
 from typing import Callable, Dict, List, Optional
 
 from refactor_cases import Unit
+from refactor_cases import copied as copied_tree
 
 REFACTORS: Dict[str, Callable] = {}  # by name; `kinds` of each: what it is for, None for all
+WITH_CACHE = ("attention", "layer", "gdn")
 
 
 class Inapplicable(Exception):
@@ -208,36 +210,6 @@ def arguments_renamed(unit):
     rename_arguments(unit, NEW)
 
 
-@refactor
-def first_argument_renamed(unit):
-    rename_arguments(unit, {"x": "hidden_state", "hidden_states": "hidden_state"})
-
-
-@refactor(kinds=("attention", "layer", "gdn"))
-def cache_renamed(unit):
-    rename_arguments(unit, {"past_key_values": "cache", "cache_params": "cache"})
-
-
-@refactor(kinds=("attention", "layer", "gdn"))
-def cache_renamed_deprecated(unit):
-    """As transformers 5.24 does it."""
-    names = rename_arguments(unit, {"past_key_values": "cache", "cache_params": "cache"})
-    for old, new in names.items():
-        text = f'deprecate_kwarg("{old}", version="99.0", new_name="{new}")'
-        unit.forward.decorator_list.insert(0, expression(text))
-    unit.calls_old.append({new: old for old, new in names.items()})
-
-
-@refactor(kinds=("attention", "layer"))
-def all_renamed_deprecated(unit):
-    names = {"past_key_values": "cache", "attention_mask": "mask", "position_embeddings": "rotary"}
-    names = rename_arguments(unit, names)
-    for old, new in names.items():
-        text = f'deprecate_kwarg("{old}", version="99.0", new_name="{new}")'
-        unit.forward.decorator_list.append(expression(text))
-    unit.calls_old.append({new: old for old, new in names.items()})
-
-
 RENAMED = """
 def renamed_argument(old, new):
     def decorate(function):
@@ -251,13 +223,27 @@ def renamed_argument(old, new):
 """
 
 
-@refactor(kinds=("attention", "layer", "gdn"))
-def cache_renamed_own_decorator(unit):
-    names = rename_arguments(unit, {"past_key_values": "cache", "cache_params": "cache"})
-    unit.before += statements(RENAMED)
-    for old, new in names.items():
-        unit.forward.decorator_list.insert(0, expression(f"renamed_argument('{old}', '{new}')"))
-    unit.calls_old.append({new: old for old, new in names.items()})
+def cache_renamed(decorator: str, before: str = ""):
+    """The cache has another name, and a decorator translates the old one."""
+
+    def change(unit):
+        names = rename_arguments(unit, {"past_key_values": "cache", "cache_params": "cache"})
+        unit.before += statements(before)
+        for old, new in names.items():
+            unit.forward.decorator_list.insert(0, expression(decorator.format(old, new)))
+        unit.calls_old.append({new: old for old, new in names.items()})
+
+    return change
+
+
+cache_renamed_deprecated = refactor(  # as transformers 5.24 does it
+    cache_renamed('deprecate_kwarg("{}", version="99.0", new_name="{}")'),
+    name="cache_renamed_deprecated", kinds=WITH_CACHE,
+)  # fmt: skip
+cache_renamed_own_decorator = refactor(
+    cache_renamed("renamed_argument('{}', '{}')", RENAMED),
+    name="cache_renamed_own_decorator", kinds=WITH_CACHE,
+)  # fmt: skip
 
 
 def optional(unit) -> None:
@@ -277,7 +263,7 @@ def arguments_reordered(unit):
     unit.by_keyword = True
 
 
-@refactor(kinds=("attention", "layer", "gdn"))
+@refactor(kinds=WITH_CACHE)
 def hidden_states_last(unit):
     a = unit.forward.args
     need(len(a.args) > 2)
@@ -310,30 +296,25 @@ def add_argument(unit, name: str, default: str, keyword_only=False) -> None:
 
 
 @refactor
-def new_ignored_argument(unit):
-    add_argument(unit, "output_router_logits", "False")
-
-
-@refactor
 def new_ignored_arguments(unit):
     add_argument(unit, "layer_head_mask", "None")
     add_argument(unit, "cache_position", "None", True)
 
 
-@refactor
-def new_argument_behind_a_branch(unit):
-    add_argument(unit, "scale_by", "None")
-    x = names_of(unit.forward)[1]
-    branch = statements(f"if scale_by is not None:\n    {x} = {x} * scale_by")
-    unit.forward.body = branch + body_of(unit.forward)
+def with_argument(name: str, default: str, text: str, keyword_only=False):
+    """A new argument, and what is done with it first."""
+
+    def change(unit):
+        add_argument(unit, name, default, keyword_only)
+        put_first(unit, text)
+
+    return change
 
 
-@refactor
-def new_flag_behind_a_branch(unit):
-    add_argument(unit, "upcast", "False", True)
-    x = names_of(unit.forward)[1]
-    branch = statements(f"if upcast:\n    {x} = {x}.to(torch.float32)")
-    unit.forward.body = branch + body_of(unit.forward)
+refactor(with_argument("scale_by", "None", "if scale_by is not None:\n    _x_ = _x_ * scale_by"),
+         name="new_argument_behind_a_branch")  # fmt: skip
+refactor(with_argument("upcast", "False", "if upcast:\n    _x_ = _x_.to(torch.float32)", True),
+         name="new_flag_behind_a_branch")  # fmt: skip
 
 
 @refactor
@@ -356,50 +337,26 @@ def positional_only(unit):
     a.posonlyargs, a.args = a.args[:2], a.args[2:]
 
 
-def from_kwargs(unit, name: str, how: str) -> None:
+def from_kwargs(unit, names) -> None:
+    """An argument is taken out of kwargs."""
     a = unit.forward.args
-    at = [x.arg for x in a.args].index(name) if name in [x.arg for x in a.args] else 0
+    mine = [x.arg for x in a.args]
+    name = next(n for n in names if n in mine)
+    at = mine.index(name)
     need(at > 1 and a.kwarg is not None)
     optional(unit)
     default = ast.unparse(a.defaults.pop(at - 2))
     a.args.pop(at)
-    taken = statements(f"{name} = {a.kwarg.arg}.{how}('{name}', {default})")
-    unit.forward.body = taken + body_of(unit.forward)
-
-
-@refactor(kinds=("attention", "gdn", "layer"))
-def mask_popped_from_kwargs(unit):
-    from_kwargs(unit, "attention_mask", "pop")
+    put_first(unit, f"{name} = _kwargs_.pop('{name}', {default})")
     unit.by_keyword = True
 
 
-@refactor(kinds=("attention", "layer"))
-def tables_popped_from_kwargs(unit):
-    from_kwargs(unit, "position_embeddings", "pop")
-    unit.by_keyword = True
-
-
-@refactor(kinds=("attention", "layer", "gdn"))
-def cache_popped_from_kwargs(unit):
-    name = "cache_params" if unit.subject.kind == "gdn" else "past_key_values"
-    from_kwargs(unit, name, "pop")
-    unit.by_keyword = True
-
-
-@refactor(kinds=("attention", "layer", "gdn"))
-def an_unused_word_popped(unit):
-    kwargs = unit.forward.args.kwarg
-    need(kwargs is not None)
-    taken = statements(f"{kwargs.arg}.pop('output_router_logits', None)")
-    unit.forward.body = taken + body_of(unit.forward)
-
-
-@refactor(kinds=("attention", "layer", "gdn"))
-def an_unused_word_read(unit):
-    kwargs = unit.forward.args.kwarg
-    need(kwargs is not None)
-    taken = statements(f"debug = {kwargs.arg}.get('debug', False)")
-    unit.forward.body = taken + body_of(unit.forward)
+for _name, _words in {
+    "mask": ("attention_mask",), "tables": ("position_embeddings",),
+    "cache": ("past_key_values", "cache_params"),
+}.items():  # fmt: skip
+    refactor(lambda u, words=_words: from_kwargs(u, words), name=f"{_name}_popped_from_kwargs",
+             kinds=WITH_CACHE)  # fmt: skip
 
 
 @refactor(kinds=("layer",))
@@ -428,14 +385,6 @@ def handed_on_in_kwargs(unit):
 def locals_renamed(unit):
     names = writes(unit.forward.body) - set(names_of(unit.forward))
     names = {n: n + "_out" for n in sorted(names)}
-    need(names)
-    rename(unit.forward, names)
-
-
-@refactor
-def locals_shortened(unit):
-    names = writes(unit.forward.body) - set(names_of(unit.forward))
-    names = {n: f"t{i}" for i, n in enumerate(in_order(names, unit.forward))}
     need(names)
     rename(unit.forward, names)
 
@@ -552,6 +501,36 @@ def traced(function):
         return function(*args, **kwargs)
     return wrapper
 """,
+    "wrapper_with_a_context": """
+def traced(function):
+    @functools.wraps(function)
+    def wrapper(self, *args, **kwargs):
+        with torch.profiler.record_function("forward"):
+            return function(self, *args, **kwargs)
+    return wrapper
+""",
+    "wrapper_that_times": """
+import time
+logger = transformers_logging.get_logger(__name__)
+
+def traced(function):
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        start = time.perf_counter()
+        result = function(*args, **kwargs)
+        logger.debug("took %s", time.perf_counter() - start)
+        return result
+    return wrapper
+""",
+    "wrapped_after_the_class": """
+def traced(cls):
+    original_forward = cls.forward
+    @functools.wraps(original_forward)
+    def forward(self, *args, **kwargs):
+        return original_forward(self, *args, **kwargs)
+    cls.forward = forward
+    return cls
+""",
     "identity_decorator": """
 def traced(function):
     function.is_traced = True
@@ -560,45 +539,23 @@ def traced(function):
 }
 
 
-def _wrapped(text):
-    def change(unit):
-        unit.before += statements(text)
-        decorator = "traced(name='forward')" if "def decorate" in text else "traced"
-        unit.forward.decorator_list.insert(0, expression(decorator))
-
-    return change
+def traced(unit, text: str) -> None:
+    """A decorator `traced` of the forward, or of the class."""
+    unit.before += statements(text)
+    owner = unit.cls if "def traced(cls)" in text else unit.forward
+    decorator = "traced(name='forward')" if "def decorate" in text else "traced"
+    owner.decorator_list.insert(0, expression(decorator))
 
 
 for _name, _text in WRAPPERS.items():
-    refactor(_wrapped(_text), name=_name)
+    refactor(lambda u, text=_text: traced(u, text), name=_name)
 
 
 @refactor
 def two_decorators(unit):
-    unit.before += statements(WRAPPERS["pass_through"])
+    traced(unit, WRAPPERS["pass_through"])
     unit.before += statements(WRAPPERS["identity_decorator"].replace("traced", "marked"))
-    unit.forward.decorator_list[:0] = [expression("traced"), expression("marked")]
-
-
-@refactor
-def decorated_twice(unit):
-    unit.before += statements(WRAPPERS["pass_through"])
-    unit.forward.decorator_list[:0] = [expression("traced"), expression("traced")]
-
-
-@refactor
-def wrapped_after_the_class(unit):
-    """A class decorator that wraps its forward."""
-    unit.before += statements("""
-def with_tracing(cls):
-    original_forward = cls.forward
-    @functools.wraps(original_forward)
-    def forward(self, *args, **kwargs):
-        return original_forward(self, *args, **kwargs)
-    cls.forward = forward
-    return cls
-""")
-    unit.cls.decorator_list.append(expression("with_tracing"))
+    unit.forward.decorator_list.append(expression("marked"))
 
 
 # ---------------------------------------------------------------------------- helpers
@@ -697,51 +654,43 @@ def one_expression(unit, how: str, which: int):
 _register_extractions()
 
 
-@refactor
-def super_forward(unit):
-    """The class becomes a base, and a class of its name calls the base's forward."""
-    forward = unit.forward
-    name, names = unit.cls.name, names_of(forward)
-    base = unit.cls
-    base.name = f"{name}Base"
-    decorators, base.decorator_list = base.decorator_list, []
-    derived = ast.parse(f"class {name}({name}Base):\n    pass").body[0]
-    function = copy.deepcopy(forward)
+def calling_super(forward) -> ast.FunctionDef:
+    """A forward with the same arguments that calls super()'s."""
+    function, a = copy.deepcopy(forward), forward.args
     function.decorator_list = []
-    a = function.args
-    words = [*names[1 : len(a.posonlyargs + a.args)]]
+    words = names_of(forward)[1 : len(a.posonlyargs + a.args)]
     words += [f"{x.arg}={x.arg}" for x in a.kwonlyargs]
     words += [f"**{a.kwarg.arg}"] if a.kwarg else []
     function.body = statements(f"return super().forward({', '.join(words)})")
-    derived.body, derived.decorator_list = [function], decorators
-    unit.before.append(base)
-    unit.cls = derived
-    for node in ast.walk(base):  # super(Old, self) stays right, as classes call super() alone
-        need(not (isinstance(node, ast.Name) and node.id == name))
+    return function
 
 
 @refactor
 def forward_of_a_base(unit):
-    """A class without anything of its own."""
+    """The class becomes a base, and a class of its name has nothing of its own."""
     name, base = unit.cls.name, unit.cls
     base.name = f"{name}Base"
     decorators, base.decorator_list = base.decorator_list, []
     unit.before.append(base)
-    unit.cls = ast.parse(f"class {name}({base.name}):\n    pass").body[0]
+    unit.cls = statements(f"class {name}({base.name}):\n    pass")[0]
     unit.cls.decorator_list = decorators
+
+
+@refactor
+def super_forward(unit):
+    """The class becomes a base, and a class of its name calls the base's forward."""
+    forward = unit.forward
+    forward_of_a_base(unit)
+    unit.cls.body = [calling_super(forward)]
+    for node in ast.walk(unit.before[-1]):  # super(Old, self) stays right
+        need(not (isinstance(node, ast.Name) and node.id == unit.cls.name))
 
 
 @refactor
 def subclass_of_the_original(unit):
     need(unit.subject.kind != "experts")
-    name = unit.cls.name
-    forward = unit.forward
-    forward.decorator_list = []
-    a = forward.args
-    words = [*names_of(forward)[1 : len(a.posonlyargs + a.args)]]
-    words += [f"**{a.kwarg.arg}"] if a.kwarg else []
-    forward.body = statements(f"return super().forward({', '.join(words)})")
-    unit.cls = ast.parse(f"class {name}(Base{name}):\n    pass").body[0]
+    name, forward = unit.cls.name, calling_super(unit.forward)
+    unit.cls = statements(f"class {name}(Base{name}):\n    pass")[0]
     unit.cls.body = [forward]
 
 
@@ -872,85 +821,72 @@ def independent(a, b) -> bool:
     return not (writes([a]) & (reads([b]) | writes([b])) or reads([a]) & writes([b]))
 
 
-def swaps(unit, chosen) -> None:
-    body, count = body_of(unit.forward), 0
-    body = list(body)
-    i = 0
-    while i + 1 < len(body):
-        a, b = body[i : i + 2]
-        if pure(a) and pure(b) and independent(a, b):
-            if chosen(count):
-                body[i], body[i + 1] = b, a
+def pairs(unit, make) -> None:
+    """Neighbours that do not depend on one another become make(a, b), where that is not None."""
+    body, new, count = list(body_of(unit.forward)), [], 0
+    while body:
+        a = body.pop(0)
+        made = None
+        if body and pure(a) and pure(body[0]) and independent(a, body[0]):
+            made = make(a, body[0])
+        if made is not None:
+            body.pop(0)
             count += 1
-            i += 1
-        i += 1
-    need(count and any(chosen(n) for n in range(count)))
-    unit.forward.body = body
+        new += made or [a]
+    need(count)
+    unit.forward.body = new
 
 
 @refactor
 def statements_reordered(unit):
-    swaps(unit, lambda n: True)
+    pairs(unit, lambda a, b: [b, a])
 
 
 @refactor
-def one_pair_reordered(unit):
-    swaps(unit, lambda n: n == 1)
+def assigned_in_pairs(unit):
+    def make(a, b):
+        if not all(isinstance(s.targets[0], ast.Name) for s in (a, b)):
+            return None
+        target = ast.Tuple([a.targets[0], b.targets[0]], ast.Store())
+        return [ast.Assign([target], ast.Tuple([a.value, b.value], ast.Load()))]
 
-
-@refactor
-def operands_swapped(unit):
-    """a * b as b * a, a + b as b + a."""
-
-    def change(node):
-        if isinstance(node.op, (ast.Add, ast.Mult)) and is_tensor(node):
-            return like(ast.BinOp(node.right, node.op, node.left), node)
-        return None
-
-    each(unit, ast.BinOp, change)
-
-
-@refactor
-def first_operands_swapped(unit):
-    def change(node):
-        if isinstance(node.op, (ast.Add, ast.Mult)) and is_tensor(node):
-            return like(ast.BinOp(node.right, node.op, node.left), node)
-        return None
-
-    each(unit, ast.BinOp, change, 1)
+    pairs(unit, make)
 
 
 # ---------------------------------------------------------------------------- spelling
 
-OPERATORS = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div"}
+OPERATORS = {ast.Add: ("add", "+"), ast.Mult: ("mul", "*"), ast.Sub: ("sub", "-"),
+             ast.Div: ("truediv", "/")}  # fmt: skip
+
+
+def operators_by(name: str, text: str, count=4, before: str = ""):
+    """Sums, products and so on of tensors in another spelling."""
+
+    def apply(unit):
+        unit.before += statements(before)
+
+        def change(node):
+            known = type(node.op) in list(OPERATORS)[:count] and is_tensor(node)
+            if not known or not (count == 2 or is_tensor(node.left)):
+                return None
+            word, sign = OPERATORS[type(node.op)]
+            word = word if before else word.replace("true", "")
+            new, sides = expression(text.format(word, sign)), {"a": node.left, "b": node.right}
+            return like(Each(ast.Name, lambda n: sides.get(n.id)).visit(new), node)
+
+        each(unit, ast.BinOp, change)
+
+    refactor(apply, name=name)
+
+
+operators_by("operands_swapped", "b {1} a", 2)
+operators_by("operators_as_functions", "torch.{0}(a, b)")
+operators_by("operators_as_methods", "a.{0}(b)")
+operators_by("operators_of_the_operator_module", "operator.{0}(a, b)", before="import operator")
 FUNCTIONS = (
     "transpose", "pow", "mean", "reshape", "sigmoid", "chunk", "softmax", "unsqueeze", "squeeze",
     "sum", "exp", "permute", "topk", "gather", "masked_fill", "split", "repeat_interleave",
 )  # fmt: skip
-
-
-@refactor
-def operators_as_functions(unit):
-    def change(node):
-        if type(node.op) in OPERATORS and is_tensor(node) and is_tensor(node.left):
-            call = expression(f"torch.{OPERATORS[type(node.op)]}(a, b)")
-            call.args = [node.left, node.right]
-            return like(call, node)
-        return None
-
-    each(unit, ast.BinOp, change)
-
-
-@refactor
-def operators_as_methods(unit):
-    def change(node):
-        if type(node.op) in OPERATORS and is_tensor(node) and is_tensor(node.left):
-            call = ast.Call(ast.Attribute(node.left, OPERATORS[type(node.op)], ast.Load()), [], [])
-            call.args = [node.right]
-            return like(call, node)
-        return None
-
-    each(unit, ast.BinOp, change)
 
 
 @refactor
@@ -1055,23 +991,34 @@ def _register_spellings():
 _register_spellings()
 
 
-@refactor(kinds=("mlp", "experts"))
-def activation_as_function(unit):
-    """F.silu for the part that is SiLU."""
-    name = next((n for n in ("act_fn", "activation_fn") if hasattr(unit.subject.module, n)), None)
-    need(name)
-    act = type(getattr(unit.subject.module, name)).__name__
-    text = {"SiLU": "F.silu(_x_)", "SiLUActivation": "F.silu(_x_)",
-            "GELUTanh": "F.gelu(_x_, approximate='tanh')",
-            "PytorchGELUTanh": "F.gelu(_x_, approximate='tanh')"}.get(act)  # fmt: skip
+ACTIVATIONS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu",
+               "PytorchGELUTanh": "gelu"}  # fmt: skip
+SPELLINGS = {
+    "activation_as_function":
+        {"silu": "F.silu(_x_)", "gelu": "F.gelu(_x_, approximate='tanh')"},
+    "silu_as_a_module": {"silu": "nn.SiLU()(_x_)"},
+    "silu_as_a_product": {"silu": "_x_ * torch.sigmoid(_x_)"},
+    "silu_by_a_method": {"silu": "torch.nn.functional.silu(input=_x_)"},
+}  # fmt: skip
+
+
+def activation_as(unit, texts: dict) -> None:
+    """Calls of the part that is the activation in another spelling."""
+    module = unit.subject.module
+    part = next((n for n in ("act_fn", "activation_fn") if hasattr(module, n)), "")
+    text = texts.get(ACTIVATIONS.get(type(getattr(module, part, None)).__name__))
     need(text)
 
     def change(node):
-        if ast.unparse(node.func) == f"self.{name}":
+        if ast.unparse(node.func) == f"self.{part}":
             return like(substitute(expression(text), "_x_", node.args[0]), node)
         return None
 
     each(unit, ast.Call, change)
+
+
+for _name, _texts in SPELLINGS.items():
+    refactor(lambda u, texts=_texts: activation_as(u, texts), name=_name, kinds=("mlp", "experts"))
 
 
 @refactor
@@ -1180,29 +1127,6 @@ def without_annotations(unit):
 
 
 @refactor
-def documented(unit):
-    unit.forward.body = statements('"""Computes the output.\n\nArgs: as of the class."""') + list(
-        body_of(unit.forward)
-    )
-
-
-@refactor
-def assigned_in_pairs(unit):
-    body, count, i = list(body_of(unit.forward)), 0, 0
-    while i + 1 < len(body):
-        a, b = body[i : i + 2]
-        if pure(a) and pure(b) and independent(a, b):
-            if all(isinstance(s.targets[0], ast.Name) for s in (a, b)):
-                target = ast.Tuple([a.targets[0], b.targets[0]], ast.Store())
-                pair = ast.Assign([target], ast.Tuple([a.value, b.value], ast.Load()))
-                body[i : i + 2] = [pair]
-                count += 1
-        i += 1
-    need(count)
-    unit.forward.body = body
-
-
-@refactor
 def unpacked_by_index(unit):
     def change(node):
         target = node.targets[0]
@@ -1252,7 +1176,13 @@ def named_result(unit):
 
 
 def put_first(unit, text: str) -> None:
-    x = names_of(unit.forward)[1]
+    """Statements about _x_, the first argument, _kwargs_, which the forward must have, and
+    _return_, what a forward that does nothing returns."""
+    x, kwargs = names_of(unit.forward)[1], unit.forward.args.kwarg
+    need(kwargs or "_kwargs_" not in text)
+    need("_return_" not in text or unit.subject.kind != "router")
+    result = f"return {x}, None" if unit.subject.kind == "attention" else f"return {x}"
+    text = text.replace("_kwargs_", kwargs.arg if kwargs else "").replace("_return_", result)
     unit.forward.body = statements(text.replace("_x_", x)) + list(body_of(unit.forward))
 
 
@@ -1263,27 +1193,24 @@ def put_in_init(unit, text: str) -> None:
 
 
 LOGGER = "logger = transformers_logging.get_logger(__name__)"
+INIT = {  # attributes that a statement reads
+    "verbose": "False", "noise": "0.0", "scaled": "False", "factor": "None", "mode": "'plain'",
+    "zero_dropout": "nn.Dropout(0.0)", "no_part": "nn.Identity()",
+}  # fmt: skip
+BEFORE = {"logger": LOGGER, "typing": "import typing"}  # what it needs of the file
 FIRST = {
+    "documented": "'Computes the output.'",
     "assert_on_dim": "assert _x_.dim() >= 2",
-    "assert_on_dim_with_message": "assert _x_.ndim >= 2, f'got {_x_.shape}'",
-    "assert_on_size": "assert _x_.shape[-1] > 0, 'hidden states have no features'",
+    "assert_on_size": "assert _x_.shape[-1] > 0, f'no features: {_x_.shape}'",
     "raise_on_dim": "if _x_.dim() < 2:\n    raise ValueError(f'expected tokens, got {_x_.shape}')",
-    "raise_on_size": "if _x_.shape[-1] == 0:\n    raise ValueError('no features')",
     "raise_on_dtype": "if not _x_.is_floating_point():\n    raise TypeError(f'got {_x_.dtype}')",
     "shape_unpacked_unused": "*batch_dims, features = _x_.shape",
-    "dtype_noted_unused": "dtype_of_input = _x_.dtype",
-    "constant_statement": "'computes the output'",
-}
-LOGS = {
-    "logs": "logger.debug('forward')",
     "logs_the_shape": "logger.debug('forward of %s', tuple(_x_.shape))",
     "logs_once_behind_training": "if self.training:\n    logger.warning_once('in training')",
     "logs_behind_a_flag": "if self.verbose:\n    logger.info('forward')",
     "logs_behind_training_and_a_flag":
         "if self.training and self.verbose:\n    logger.warning_once('noisy')",
     "warns_behind_a_flag": "if self.verbose:\n    warnings.warn('forward')",
-}  # fmt: skip
-GUARDS = {
     "noise_behind_training_and_a_flag":
         "if self.training and self.noise > 0:\n"
         "    _x_ = _x_ + self.noise * torch.randn_like(_x_)",
@@ -1295,45 +1222,33 @@ GUARDS = {
 }  # fmt: skip
 
 
-def _register_first():
-    for name, text in FIRST.items():
-        refactor(lambda u, text=text: put_first(u, text), name=name)
-    for name, text in LOGS.items():
+def first(text: str):
+    """A refactor of statements that come first, with what they need."""
 
-        def logs(unit, text=text):
-            if "logger" in text:
-                unit.before += statements(LOGGER)
-            if "verbose" in text:
-                put_in_init(unit, "self.verbose = False")
-            put_first(unit, text)
+    def change(unit):
+        for word, statement in BEFORE.items():
+            if word in text:
+                unit.before += statements(statement)
+        for name, value in INIT.items():
+            if f"self.{name}" in text and "hasattr" not in text:
+                put_in_init(unit, f"self.{name} = {value}")
+        put_first(unit, text)
 
-        refactor(logs, name=name)
-    for name, text in GUARDS.items():
-
-        def guards(unit, text=text):
-            flag = next(n for n in ("noise", "scaled", "factor") if f"self.{n}" in text)
-            value = {"noise": "0.0", "scaled": "False", "factor": "None"}[flag]
-            put_in_init(unit, f"self.{flag} = {value}")
-            put_first(unit, text)
-
-        refactor(guards, name=name)
+    return change
 
 
-_register_first()
+for _name, _text in FIRST.items():
+    refactor(first(_text), name=_name)
+refactor(first("_kwargs_.pop('output_router_logits', None)"), name="an_unused_word_popped",
+         kinds=WITH_CACHE)  # fmt: skip
+refactor(first("debug = _kwargs_.get('debug', False)"), name="an_unused_word_read",
+         kinds=WITH_CACHE)  # fmt: skip
 
 
 @refactor
 def guard_by_a_class_attribute(unit):
     unit.cls.body.insert(0, statements("rescale = False")[0])
     put_first(unit, "if self.rescale:\n    _x_ = _x_ / 2")
-
-
-@refactor
-def log_at_the_end(unit):
-    unit.before += statements(LOGGER)
-    body = list(body_of(unit.forward))
-    need(isinstance(body[-1], ast.Return))
-    unit.forward.body = [*body[:-1], *statements("logger.debug('done')"), body[-1]]
 
 
 # ---------------------------------------------------------------------------- control
@@ -1347,31 +1262,6 @@ def branches_turned(unit):
         if not node.orelse:
             return ast.If(ast.UnaryOp(ast.Not(), node.test), [ast.Pass()], node.body)
         return ast.If(ast.UnaryOp(ast.Not(), node.test), node.orelse, node.body)
-
-    each(unit, ast.If, change)
-
-
-@refactor
-def none_tests_turned(unit):
-    def change(node):
-        test = node.test
-        if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.IsNot):
-            turned = ast.Compare(test.left, [ast.Is()], test.comparators)
-            return ast.If(turned, node.orelse or [ast.Pass()], node.body)
-        return None
-
-    each(unit, ast.If, change)
-
-
-@refactor
-def elif_to_else_if(unit):
-    """The last elif is an else, as its condition is the only one that is left."""
-
-    def change(node):
-        if len(node.orelse) == 1 and isinstance(node.orelse[0], ast.If):
-            if not node.orelse[0].orelse:
-                return ast.If(node.test, node.body, node.orelse[0].body)
-        return None
 
     each(unit, ast.If, change)
 
@@ -1485,13 +1375,6 @@ def attention_calls(unit):
 
 
 @refactor(kinds=("attention",))
-def attention_keywords_reordered(unit):
-    for call in attention_calls(unit):
-        plain = [k for k in call.keywords if k.arg]
-        call.keywords = plain[::-1] + [k for k in call.keywords if not k.arg]
-
-
-@refactor(kinds=("attention",))
 def attention_mask_by_keyword(unit):
     for call in attention_calls(unit):
         need(len(call.args) == 5)
@@ -1505,25 +1388,6 @@ def scaling_computed(unit):
     for call in attention_calls(unit):
         word = next(k for k in call.keywords if k.arg == "scaling")
         word.value = expression("self.head_dim ** -0.5")
-
-
-@refactor(kinds=("attention",))
-def attention_words_in_a_dict(unit):
-    """Keywords that are collected before the call."""
-    forward = unit.forward
-    body = list(body_of(forward))
-    for i, statement in enumerate(body):
-        for call in ast.walk(statement):
-            if isinstance(call, ast.Call) and any(k.arg == "scaling" for k in call.keywords):
-                plain = [k for k in call.keywords if k.arg]
-                words = ast.Dict([ast.Constant(k.arg) for k in plain], [k.value for k in plain])
-                assign = statements("options = 0")[0]
-                assign.value = words
-                rest = [k for k in call.keywords if not k.arg]
-                call.keywords = [ast.keyword(None, load("options")), *rest]
-                forward.body = [*body[:i], assign, *body[i:]]
-                return
-    raise Inapplicable
 
 
 @refactor(kinds=("attention",))
@@ -1567,7 +1431,7 @@ def attention_result_by_index(unit):
     each(unit, ast.Assign, change)
 
 
-@refactor(kinds=("layer",))
+@refactor(kinds=("layer", "attention"))
 def keywords_reordered(unit):
     def change(node):
         plain = [k for k in node.keywords if k.arg]
@@ -1593,18 +1457,6 @@ def branch_on_a_part(unit):
             unit.forward.body = [*body[:i], branch, *body[i + 1 :]]
             return
     raise Inapplicable
-
-
-@refactor(kinds=("layer",))
-def residual_renamed_each_time(unit):
-    rename_first = {"residual": "residual_attn"}
-    body = list(body_of(unit.forward))
-    half = len(body) // 2
-    for statement in body[:half]:
-        for node in ast.walk(statement):
-            if isinstance(node, ast.Name) and node.id in rename_first:
-                node.id = rename_first[node.id]
-    need("residual_attn" in writes(body))
 
 
 @refactor(kinds=("block", "router", "experts"))
@@ -1633,7 +1485,7 @@ def combined(seed: int):
                  and (f.kinds is None or unit.subject.kind in f.kinds)]  # fmt: skip
         done = []
         for name in chance.sample(names, len(names)):
-            trial = {k: v if k == "subject" else copy.deepcopy(v) for k, v in vars(unit).items()}
+            trial = {k: v if k == "subject" else copied_tree(v) for k, v in vars(unit).items()}
             try:
                 REFACTORS[name](unit)
                 done.append(name)

@@ -12,7 +12,6 @@ import refactor_cases as cases
 import refactor_forms as forms
 import torch
 from refactor_forms import (
-    LOGGER,
     WRAPPERS,
     expression,
     names_of,
@@ -102,7 +101,7 @@ def differs(module, unit) -> bool:
 def changes(unit) -> int:
     """How many places there are."""
     change = Change(-1, others(unit))
-    for node in copy.deepcopy([*unit.before, unit.cls]):
+    for node in [*unit.before, unit.cls]:  # no place is the -1st: nothing is changed
         change.visit(node)
     return change.count
 
@@ -182,7 +181,6 @@ def traps(subject, user: bool = False, names=None) -> Iterator[tuple]:
         yield name, unit, module
 
 
-WITH_CACHE = ("attention", "layer", "gdn")
 CHANGING = {
     "wrapper_doubles_the_input":
         "args = (args[0], *(x * 2 for x in args[1:2]), *args[2:])\n"
@@ -193,15 +191,12 @@ CHANGING = {
     "wrapper_halves_some_batches":
         "args = tuple(a / 2 if isinstance(a, torch.Tensor) and a.is_floating_point() else a\n"
         "                     for a in args)",
-}  # fmt: skip
-OTHERWISE = {
     "wrapper_that_calls_twice":
         "function(*args, **kwargs)\n        args = (args[0], -args[1], *args[2:])",
     "wrapper_by_the_count": "if len(args) > 1:\n            return function(args[0], args[1] * 2)",
     "wrapper_by_a_word": "if kwargs.get('factor'):\n            kwargs['factor'] = 0",
     "wrapper_in_no_grad": "with torch.no_grad():\n            args = (args[0], *args[1:][::-1])",
 }  # fmt: skip
-CHANGING.update(OTHERWISE)
 AFTERWARDS = {
     "wrapper_doubles_the_output": "result[0] * 2, *result[1:]",
     "wrapper_negates_in_evaluation": "-result[0], *result[1:]",
@@ -209,36 +204,21 @@ AFTERWARDS = {
 
 
 def _register_wrappers():
-    plain = WRAPPERS["pass_through"]
-    for name, text in CHANGING.items():
-
-        def before(unit, text=text):
-            body = f"{text}\n        return function(*args, **kwargs)"
-            unit.before += statements(plain.replace("return function(*args, **kwargs)", body))
-            unit.forward.decorator_list.insert(0, expression("traced"))
-
-        trap(before, name=name)
+    call = "return function(*args, **kwargs)"
+    texts = {name: f"{text}\n        {call}" for name, text in CHANGING.items()}
     for name, text in AFTERWARDS.items():
-
-        def after(unit, text=text):
-            body = (
-                "result = function(*args, **kwargs)\n"
-                "        if isinstance(result, tuple):\n"
-                f"            return ({text})\n"
-                f"        return ({text})[0] if False else {text.split(',')[0].replace('[0]', '')}"
-            )
-            unit.before += statements(plain.replace("return function(*args, **kwargs)", body))
-            unit.forward.decorator_list.insert(0, expression("traced"))
-
-        trap(after, name=name)
+        texts[name] = (
+            "result = function(*args, **kwargs)\n"
+            "        if isinstance(result, tuple):\n"
+            f"            return ({text})\n"
+            f"        return {text.split(',')[0].replace('[0]', '')}"
+        )
+    for name, text in texts.items():
+        wrapper = WRAPPERS["pass_through"].replace(call, text)
+        trap(lambda u, wrapper=wrapper: forms.traced(u, wrapper), name=name)
 
 
 _register_wrappers()
-
-
-def returned(unit, value: str) -> str:
-    """A return of `value` as the kind of module returns it."""
-    return f"return {value}, None" if unit.subject.kind == "attention" else f"return {value}"
 
 
 FIRST = {
@@ -280,28 +260,13 @@ FIRST = {
     "state_of_torch": "_x_ = _x_ * (1 if torch.is_grad_enabled() else 2)",
     "a_truth_by_a_value": "_x_ = _x_ if bool(_x_.sum() > 0) else -_x_",
     "a_number_by_a_value": "_x_ = _x_ * float(_x_.flatten()[0])",
+    "log_that_changes_its_argument": "_x_ = _x_ + 0\nlogger.debug('%s', _x_.mul_(2))",
     "an_item": "_x_ = _x_ * (_x_.flatten()[0].item() > 0)",
 }  # fmt: skip
 
 
-def _register_first():
-    for name, text in FIRST.items():
-
-        def first(unit, text=text):
-            x = names_of(unit.forward)[1]
-            need("_return_" not in text or unit.subject.kind != "router")
-            put_first(unit, text.replace("_return_", returned(unit, x)))
-
-        trap(first, name=name)
-
-
-_register_first()
-
-
-@trap
-def log_that_changes_its_argument(unit):
-    unit.before += statements(LOGGER)
-    put_first(unit, "_x_ = _x_ + 0\nlogger.debug('%s', _x_.mul_(2))")
+for _name, _text in FIRST.items():
+    trap(forms.first(_text), name=_name)
 
 
 @trap
@@ -347,7 +312,7 @@ def _register_later():
             put_first(unit, first)
 
             def after(cls):
-                owner = sys.modules[cls.__module__] if of_the_module else cls
+                owner = of_the_file(cls) if of_the_module else cls
                 return patched(owner, of_the_module or "factor", value)
 
             unit.after = after
@@ -419,14 +384,8 @@ def patched(owner, name: str, value):
 
 
 def doubled(function):
-    def double(*args, **kwargs):
-        out = function(*args, **kwargs)
-        return tuple(v * 2 for v in out) if isinstance(out, tuple) else out * 2
+    """The function gives twice what it gave, or a tuple with twice its first element."""
 
-    return double
-
-
-def doubled_first(function):
     def double(*args, **kwargs):
         out = function(*args, **kwargs)
         return (out[0] * 2, *out[1:]) if isinstance(out, tuple) else out * 2
@@ -434,69 +393,43 @@ def doubled_first(function):
     return double
 
 
-@trap
-def method_patched_afterwards(unit):
-    one_expression(unit, "method", 0)
-    unit.after = lambda cls: patched(cls, "_value_of", doubled(cls._value_of))
+def of_the_file(cls):
+    return sys.modules[cls.__module__]
 
 
-@trap
-def function_patched_afterwards(unit):
-    one_expression(unit, "function", 0)
-
-    def after(cls):
-        home = sys.modules[cls.__module__]
-        return patched(home, "value_of", doubled(home.value_of))
-
-    unit.after = after
-
-
-@trap
-def body_patched_afterwards(unit):
-    whole(unit, "method")
-    unit.after = lambda cls: patched(cls, "_forward_impl", doubled_first(cls._forward_impl))
-
-
-@trap
-def module_function_patched_afterwards(unit):
-    whole(unit, "function")
-
-    def after(cls):
-        home = sys.modules[cls.__module__]
-        return patched(home, "forward_impl", doubled_first(home.forward_impl))
-
-    unit.after = after
-
-
-@trap
-def base_patched_afterwards(unit):
-    forms.super_forward(unit)
-    unit.after = lambda cls: patched(
-        cls.__mro__[1], "forward", doubled_first(cls.__mro__[1].forward)
-    )
-
-
-@trap
-def forward_patched_afterwards(unit):
-    unit.after = lambda cls: patched(cls, "forward", doubled_first(cls.forward))
-
-
-@trap
-def mixin_patched_afterwards(unit):
-    forms.helper_of_a_mixin(unit)
-    unit.after = lambda cls: patched(cls.__mro__[1], "_value_of", doubled(cls.__mro__[1]._value_of))
-
-
-@trap
-def copied_helper_patched_afterwards(unit):
+def a_copied_helper(unit) -> str:
     forms.helpers_copied(unit)
-    name = next(n.name for n in unit.before if n.name.startswith(("apply_", "rotate_", "torch_")))
+    return next(n.name for n in unit.before if n.name.startswith(("apply_", "rotate_", "torch_")))
 
-    def after(cls):
-        home = sys.modules[cls.__module__]
-        return patched(home, name, doubled(getattr(home, name)))
 
-    unit.after = after
+# the refactor, whose function is patched after kernelize, and that function's name
+PATCHED = {
+    "method": (lambda u: one_expression(u, "method", 0), lambda cls: cls, "_value_of"),
+    "function": (lambda u: one_expression(u, "function", 0), of_the_file, "value_of"),
+    "body": (lambda u: whole(u, "method"), lambda cls: cls, "_forward_impl"),
+    "module_function": (lambda u: whole(u, "function"), of_the_file, "forward_impl"),
+    "base": (forms.super_forward, lambda cls: cls.__mro__[1], "forward"),
+    "forward": (forms.copied, lambda cls: cls, "forward"),
+    "mixin": (forms.helper_of_a_mixin, lambda cls: cls.__mro__[1], "_value_of"),
+    "copied_helper": (a_copied_helper, of_the_file, None),
+}
+
+
+def _register_patched():
+    for label, (make, owner, name) in PATCHED.items():
+
+        def change(unit, make=make, owner=owner, name=name):
+            found = make(unit) or name
+
+            def after(cls):
+                return patched(owner(cls), found, doubled(getattr(owner(cls), found)))
+
+            unit.after = after
+
+        trap(change, name=f"{label}_patched_afterwards")
+
+
+_register_patched()
 
 
 @trap
@@ -515,11 +448,7 @@ def traced(function):
     return wrapper
 """)
     unit.forward.decorator_list.insert(0, expression("traced"))
-
-    def after(cls):
-        return patched(sys.modules[cls.__module__], "prepare", lambda x: x * 2)
-
-    unit.after = after
+    unit.after = lambda cls: patched(of_the_file(cls), "prepare", lambda x: x * 2)
 
 
 @trap
@@ -544,20 +473,23 @@ class {name}Middle({name}Base):
     unit.cls.bases = [forms.load(middle.name)]
 
 
-@trap(kinds=WITH_CACHE)
-def old_and_new_keyword(unit):
+def old_and_new_keyword(renamed):
     """The old name of the cache with None beside the new one."""
-    forms.cache_renamed_deprecated(unit)
-    unit.words = {old: None for old in unit.calls_old.pop().values()}
+
+    def change(unit):
+        renamed(unit)
+        unit.words = {old: None for old in unit.calls_old.pop().values()}
+
+    return change
 
 
-@trap(kinds=WITH_CACHE)
-def old_and_new_keyword_own_decorator(unit):
-    forms.cache_renamed_own_decorator(unit)
-    unit.words = {old: None for old in unit.calls_old.pop().values()}
+trap(old_and_new_keyword(forms.cache_renamed_deprecated), kinds=forms.WITH_CACHE,
+     name="old_and_new_keyword")  # fmt: skip
+trap(old_and_new_keyword(forms.cache_renamed_own_decorator), kinds=forms.WITH_CACHE,
+     name="old_and_new_keyword_own_decorator")  # fmt: skip
 
 
-@trap(kinds=WITH_CACHE)
+@trap(kinds=forms.WITH_CACHE)
 def old_keyword_without_decorator(unit):
     """It travels on in kwargs, and the cache stays empty."""
     rename_arguments(unit, {"past_key_values": "cache", "cache_params": "cache"})
@@ -566,28 +498,22 @@ def old_keyword_without_decorator(unit):
             unit.arguments.pop(old)
 
 
-@trap(kinds=("attention",))
-def a_word_that_is_popped(unit):
-    """The attention function would read it."""
-    kwargs = unit.forward.args.kwarg
-    need(kwargs)
-    put_first(unit, f"{kwargs.arg}.pop('is_causal', None)")
-    unit.words = {"is_causal": False}
+READ = {  # what is done with a word that the attention function or nobody reads, and that word
+    "a_word_that_is_popped": ("_kwargs_.pop('is_causal', None)", {"is_causal": False}),
+    "a_word_that_is_read": (
+        "if _kwargs_.get('double', False):\n    _x_ = _x_ * 2", {"double": True}),
+    "a_word_that_is_set": ("_kwargs_['is_causal'] = False", {}),
+}  # fmt: skip
 
 
-@trap(kinds=("attention",))
-def a_word_that_is_read(unit):
-    kwargs = unit.forward.args.kwarg
-    need(kwargs)
-    put_first(unit, f"if {kwargs.arg}.get('double', False):\n    _x_ = _x_ * 2")
-    unit.words = {"double": True}
+def given(unit, text: str, words: dict) -> None:
+    put_first(unit, text)
+    unit.words = words
 
 
-@trap(kinds=("attention",))
-def a_word_that_is_set(unit):
-    kwargs = unit.forward.args.kwarg
-    need(kwargs)
-    put_first(unit, f"{kwargs.arg}['is_causal'] = False")
+for _name, (_text, _words) in READ.items():
+    trap(lambda u, text=_text, words=_words: given(u, text, words), kinds=("attention",),
+         name=_name)  # fmt: skip
 
 
 @trap(kinds=("mlp", "norm", "router", "block", "layer", "gdn", "attention"))
@@ -659,35 +585,21 @@ def tables_swapped(unit):
         put_first(unit, "position_embeddings = position_embeddings[::-1]")
 
 
-@trap(kinds=("attention", "layer", "gdn"))
-def mask_left_out(unit):
-    put_first(unit, "attention_mask = None")
-
-
 @trap(kinds=("layer",))
 def roles_swapped(unit):
     """Mask and positions change their places in the signature."""
     forms.rename(unit.forward, {"attention_mask": "position_ids", "position_ids": "attention_mask"})
 
 
-@trap(kinds=("experts",))
-def weights_turned(unit):
-    put_first(unit, "top_k_weights = top_k_weights.flip(-1)")
-
-
-@trap(kinds=("experts",))
-def ids_turned(unit):
-    put_first(unit, "top_k_index = top_k_index.flip(-1)")
-
-
-@trap(kinds=("experts",))
-def weights_not_applied(unit):
-    put_first(unit, "top_k_weights = torch.ones_like(top_k_weights)")
-
-
-@trap(kinds=("router",))
-def router_that_adds_noise_of_its_input(unit):
-    put_first(unit, "_x_ = _x_ + _x_.sum(-1, keepdim=True)")
+OF_A_KIND = {
+    "mask_left_out": (("attention", "layer", "gdn"), "attention_mask = None"),
+    "weights_turned": (("experts",), "top_k_weights = top_k_weights.flip(-1)"),
+    "ids_turned": (("experts",), "top_k_index = top_k_index.flip(-1)"),
+    "weights_not_applied": (("experts",), "top_k_weights = torch.ones_like(top_k_weights)"),
+    "router_that_adds_noise_of_its_input": (("router",), "_x_ = _x_ + _x_.sum(-1, keepdim=True)"),
+}
+for _name, (_kinds, _text) in OF_A_KIND.items():
+    trap(forms.first(_text), kinds=_kinds, name=_name)
 
 
 @trap(kinds=("mlp",))

@@ -5,11 +5,13 @@ import ast
 import copy
 
 from refactor_forms import (
+    WRAPPERS,
     Each,
     body_of,
     call_parts,
     each,
     expression,
+    first,
     has,
     in_order,
     is_tensor,
@@ -18,9 +20,7 @@ from refactor_forms import (
     local_names,
     names_of,
     need,
-    one_expression,
     put_first,
-    put_in_init,
     reads,
     refactor,
     statements,
@@ -51,156 +51,75 @@ def put_in_place(unit, node, new):
     each(unit, type(node), lambda n: like(new, node) if n is node else None, 1, [unit.forward])
 
 
-def first_tensor(make, static=False):
-    """A refactor of that value: make(unit, its source, its arguments) gives another expression,
-    and what is to stand before it."""
-
-    def change(unit):
-        node, arguments = tensor_value(unit, static)
-        text, before = make(unit, ast.unparse(node), ", ".join(arguments))
-        put_in_place(unit, node, expression(text))
-        unit.forward.body = statements(before) + list(body_of(unit.forward))
-
-    return change
-
-
 def method(unit, text: str) -> None:
     unit.cls.body += statements(text)
 
 
-def _lambda(unit, value, names):
-    return f"compute({names})", f"compute = lambda {names}: {value}"
+METHOD = "def _value_of(self, _n_):\n    return _v_"
+STATIC = "@staticmethod\ndef _value_of(_n_):\n    return _v_"
+# What stands for a value of the forward, and what is before it, in the class or in the file: _v_ is
+# the value, _n_ its arguments, _f_ the first of them, _w_ all by keyword, _c_ the class.
+VALUES = {
+    "lambda": ("compute(_n_)", "compute = lambda _n_: _v_"),
+    "function_with_default": (
+        "compute(_n_)", "def compute(_n_, scale=None):\n    if scale is not None:\n"
+        "        return (_v_) * scale\n    return _v_"),
+    "function_with_keywords": ("compute(_w_)", "def compute(*, _n_):\n    return _v_"),
+    "function_with_stars": ("compute(*[_n_], **{})", "def compute(_n_):\n    return _v_"),
+    "function_in_a_function": (
+        "outer()(_n_)",
+        "def outer():\n    def inner(_n_):\n        return _v_\n    return inner"),
+    "early_return_in_a_function": (
+        "compute(_n_)",
+        "def compute(_n_):\n    if _f_ is None:\n        return None\n    return _v_"),
+    "method_by_class": ("_c_._value_of(self, _n_)", "", METHOD),
+    "method_by_getattr": ("getattr(self, '_value_of')(_n_)", "", METHOD),
+    "method_as_a_value": ("compute(_n_)", "compute = self._value_of", METHOD),
+    "method_with_keywords": (
+        "self._value_of(_w_)", "", "def _value_of(self, _n_, scale=None):\n    return _v_"),
+    "method_with_kwargs": (
+        "self._value_of(_n_)", "", "def _value_of(self, _n_, **unused):\n    return _v_"),
+    "partial_of_a_method": (
+        "functools.partial(self._value_of, scale=None)(_n_)", "",
+        "def _value_of(self, _n_, scale=None):\n    assert _f_ is not None\n    return _v_"),
+    "decorated_method": (
+        "self._value_of(_n_)", "", f"@traced\n{METHOD}", WRAPPERS["pass_through"]),
+    "classmethod": (
+        "self._value_of(_n_)", "", "@classmethod\ndef _value_of(cls, _n_):\n    return _v_"),
+    "static_by_class": ("_c_._value_of(_n_)", "", STATIC),
+    "static_by_type": ("type(self)._value_of(_n_)", "", STATIC),
+    "partial": ("compute(_n_)", "compute = functools.partial(value_of, None)", "",
+                "def value_of(scale, _n_):\n    return _v_"),
+}  # fmt: skip
 
 
-def _lambda_with_default(unit, value, names):
-    return f"compute({names})", f"compute = lambda {names}, scale=None: {value}"
+def value_as(unit, texts, static: bool) -> None:
+    """The first larger tensor of the forward in another way."""
+    node, arguments = tensor_value(unit, static)
+    need(arguments)
+    known = {
+        "_f_": arguments[0], "_c_": unit.cls.name, "_n_": ", ".join(arguments),
+        "_w_": ", ".join(f"{n}={n}" for n in reversed(arguments)), "_v_": ast.unparse(node),
+    }  # fmt: skip
+
+    def filled(text):
+        for name, value in known.items():
+            text = text.replace(name, value)
+        return text
+
+    new, before, of_the_class, of_the_file = map(filled, (*texts, "", "")[:4])
+    put_in_place(unit, node, expression(new))
+    unit.forward.body = statements(before) + list(body_of(unit.forward))
+    unit.cls.body += statements(of_the_class)
+    for statement in statements(of_the_file):
+        statement.helper = "traced" not in of_the_file
+        unit.before.append(statement)
 
 
-def _function_with_default(unit, value, names):
-    body = f"    if scale is not None:\n        return ({value}) * scale\n    return {value}"
-    return f"compute({names})", f"def compute({names}, scale=None):\n{body}"
-
-
-def _function_with_keywords(unit, value, names):
-    words = ", ".join(f"{n}={n}" for n in names.split(", "))
-    return f"compute({words})", f"def compute(*, {names}):\n    return {value}"
-
-
-def _function_with_stars(unit, value, names):
-    return f"compute(*[{names}], **{{}})", f"def compute({names}):\n    return {value}"
-
-
-def _function_of_a_tuple(unit, value, names):
-    body = f"    {names}, = args\n    return {value}"
-    return f"compute({names})", f"def compute(*args):\n{body}"
-
-
-def _function_in_a_function(unit, value, names):
-    text = f"def outer():\n    def inner({names}):\n        return {value}\n    return inner"
-    return f"outer()({names})", text
-
-
-def _early_return_in_a_function(unit, value, names):
-    first = names.split(", ")[0]
-    body = f"    if {first} is None:\n        return None\n    return {value}"
-    return f"compute({names})", f"def compute({names}):\n{body}"
-
-
-def _classmethod(unit, value, names):
-    need("self" not in value)
-    method(unit, f"@classmethod\ndef _value_of(cls, {names}):\n    return {value}")
-    return f"self._value_of({names})", ""
-
-
-def _static_by_class(unit, value, names):
-    need("self" not in value)
-    method(unit, f"@staticmethod\ndef _value_of({names}):\n    return {value}")
-    return f"{unit.cls.name}._value_of({names})", ""
-
-
-def _static_by_type(unit, value, names):
-    need("self" not in value)
-    method(unit, f"@staticmethod\ndef _value_of({names}):\n    return {value}")
-    return f"type(self)._value_of({names})", ""
-
-
-def _method_by_class(unit, value, names):
-    method(unit, f"def _value_of(self, {names}):\n    return {value}")
-    return f"{unit.cls.name}._value_of(self, {names})", ""
-
-
-def _method_by_getattr(unit, value, names):
-    method(unit, f"def _value_of(self, {names}):\n    return {value}")
-    return f"getattr(self, '_value_of')({names})", ""
-
-
-def _method_as_a_value(unit, value, names):
-    method(unit, f"def _value_of(self, {names}):\n    return {value}")
-    return f"compute({names})", "compute = self._value_of"
-
-
-def _method_with_keywords(unit, value, names):
-    method(unit, f"def _value_of(self, {names}, scale=None):\n    return {value}")
-    words = ", ".join(f"{n}={n}" for n in reversed(names.split(", ")))
-    return f"self._value_of({words})", ""
-
-
-def _method_with_kwargs(unit, value, names):
-    method(unit, f"def _value_of(self, {names}, **unused):\n    return {value}")
-    return f"self._value_of({names})", ""
-
-
-def _method_over_two(unit, value, names):
-    method(unit, f"def _inner(self, {names}):\n    result = {value}\n    return result")
-    method(unit, f"def _outer(self, {names}):\n    return self._inner({names})")
-    return f"self._outer({names})", ""
-
-
-def _partial(unit, value, names):
-    need("self" not in value)
-    unit.before += statements(f"def value_of(scale, {names}):\n    return {value}")
-    unit.before[-1].helper = True
-    return f"compute({names})", "compute = functools.partial(value_of, None)"
-
-
-def _partial_of_a_method(unit, value, names):
-    method(unit, f"def _value_of(self, {names}, scale=None):\n    return {value}")
-    return f"functools.partial(self._value_of, scale=None)({names})", ""
-
-
-def _decorated_method(unit, value, names):
-    unit.before += statements(
-        "def traced(function):\n    @functools.wraps(function)\n"
-        "    def wrapper(*args, **kwargs):\n        return function(*args, **kwargs)\n"
-        "    return wrapper"
-    )
-    method(unit, f"@traced\ndef _value_of(self, {names}):\n    return {value}")
-    return f"self._value_of({names})", ""
-
-
-def _function_with_logs(unit, value, names):
-    unit.before += statements("logger = transformers_logging.get_logger(__name__)")
-    method(unit, f"def _value_of(self, {names}):\n    logger.debug('x')\n    return {value}")
-    return f"self._value_of({names})", ""
-
-
-def _function_with_assert(unit, value, names):
-    first = names.split(", ")[0]
-    method(unit, f"def _value_of(self, {names}):\n    assert {first} is not None\n"
-                 f"    return {value}")  # fmt: skip
-    return f"self._value_of({names})", ""
-
-
-for _make in (
-    _lambda, _lambda_with_default, _function_with_default, _function_with_keywords,
-    _function_with_stars, _function_of_a_tuple, _function_in_a_function,
-    _early_return_in_a_function, _method_by_class, _method_by_getattr, _method_as_a_value,
-    _method_with_keywords, _method_with_kwargs, _method_over_two, _partial_of_a_method,
-    _decorated_method, _function_with_logs, _function_with_assert,
-):  # fmt: skip
-    refactor(first_tensor(_make), name=f"python{_make.__name__}", kinds=NO_BLOCK)
-for _make in (_classmethod, _static_by_class, _static_by_type, _partial):
-    refactor(first_tensor(_make, True), name=f"python{_make.__name__}", kinds=NO_BLOCK)
+for _name, _texts in VALUES.items():
+    _static = _name in ("classmethod", "static_by_class", "static_by_type", "partial")
+    refactor(lambda u, texts=_texts, static=_static: value_as(u, texts, static),
+             name=f"python_{_name}", kinds=NO_BLOCK)  # fmt: skip
 
 
 def _parts(unit):
@@ -247,15 +166,6 @@ def parts_as_locals(unit):
     names = _parts(unit)
     parts_by(lambda u, n: f"{n}_layer")(unit)
     put_first(unit, "\n".join(f"{n}_layer = self.{n}" for n in names))
-
-
-@refactor(kinds=NO_BLOCK)
-def parts_unpacked(unit):
-    names = _parts(unit)
-    need(len(names) > 1)
-    parts_by(lambda u, n: f"{n}_layer")(unit)
-    put_first(unit, f"{', '.join(f'{n}_layer' for n in names)} = "
-                    f"{', '.join(f'self.{n}' for n in names)}")  # fmt: skip
 
 
 @refactor(kinds=NO_BLOCK)
@@ -371,50 +281,6 @@ for _name, _text in CONTEXTS.items():
              name=f"in_{_name}", kinds=NO_BLOCK)  # fmt: skip
 
 
-@refactor(kinds=NO_BLOCK)
-def wrapper_with_a_context(unit):
-    unit.before += statements("""
-def traced(function):
-    @functools.wraps(function)
-    def wrapper(self, *args, **kwargs):
-        with torch.profiler.record_function("forward"):
-            return function(self, *args, **kwargs)
-    return wrapper
-""")
-    unit.forward.decorator_list.insert(0, expression("traced"))
-
-
-@refactor(kinds=NO_BLOCK)
-def wrapper_that_times(unit):
-    unit.before += statements("""
-import time
-logger = transformers_logging.get_logger(__name__)
-
-def timed(function):
-    @functools.wraps(function)
-    def wrapper(*args, **kwargs):
-        start = time.perf_counter()
-        result = function(*args, **kwargs)
-        logger.debug("took %s", time.perf_counter() - start)
-        return result
-    return wrapper
-""")
-    unit.forward.decorator_list.insert(0, expression("timed"))
-
-
-@refactor(kinds=("mlp", "norm"))
-def wrapper_with_named_arguments(unit):
-    x = names_of(unit.forward)[1]
-    unit.before += statements(f"""
-def traced(function):
-    @functools.wraps(function)
-    def wrapper(self, {x}):
-        return function(self, {x})
-    return wrapper
-""")
-    unit.forward.decorator_list.insert(0, expression("traced"))
-
-
 def _constant(unit, where: str):
     """A number or dtype of the forward as a constant of the module or the class."""
     found = [
@@ -436,15 +302,16 @@ def _constant(unit, where: str):
 refactor(lambda u: _constant(u, "module"), name="constant_of_the_module", kinds=NO_BLOCK)
 refactor(lambda u: _constant(u, "self"), name="constant_of_the_class", kinds=NO_BLOCK)
 refactor(lambda u: _constant(u, "type(self)"), name="constant_of_the_type", kinds=NO_BLOCK)
-refactor(lambda u: _constant(u, u.cls.name), name="constant_by_class_name", kinds=NO_BLOCK)
 
 
 FIRST = {
+    "dropout_part_of_zero": "_x_ = self.zero_dropout(_x_)",
+    "identity_part": "_x_ = self.no_part(_x_)",
     "input_checked_by_type": "if not isinstance(_x_, torch.Tensor):\n    raise TypeError('x')",
     "assert_is_tensor": "assert isinstance(_x_, torch.Tensor), 'a tensor'",
     "sizes_noted": "batch, *rest, width = _x_.shape",
     "sizes_by_method": "batch, width = _x_.size(0), _x_.size(-1)",
-    "early_return_of_nothing": "if _x_.numel() == 0:\n    return _return_",
+    "early_return_of_nothing": "if _x_.numel() == 0:\n    _return_",
     "raise_behind_two_conditions":
         "if _x_.dim() > 5 or _x_.shape[-1] < 1:\n    raise ValueError('shape')",
     "raise_in_an_else": "if _x_.dim() >= 2:\n    pass\nelse:\n    raise ValueError('shape')",
@@ -460,10 +327,10 @@ FIRST = {
     "local_import": "import math\nroot = math.sqrt(2.0)",
     "lambda_unused": "scale = lambda value: value * 2",
     "checkpointing_off":
-        "if self.training and self.checkpointing:\n"
+        "if self.training and self.scaled:\n"
         "    _x_ = torch.utils.checkpoint.checkpoint(lambda y: y, _x_)",
     "clipped_in_half_behind_a_flag":
-        "if self.checkpointing and _x_.dtype == torch.float16:\n"
+        "if self.scaled and _x_.dtype == torch.float16:\n"
         "    _x_ = torch.clamp(_x_, min=-65504, max=65504)",
     "flags_by_getattr": "if getattr(self, 'fused', False):\n    _x_ = torch.sin(_x_)",
     "flag_by_hasattr": "if hasattr(self, 'quantizer'):\n    _x_ = self.quantizer(_x_)",
@@ -474,109 +341,16 @@ FIRST = {
     "while_never": "_x_ = _x_ if True else -_x_",
     "constant_branch": "if False:\n    _x_ = torch.sin(_x_)",
     "debug_branch": "if __debug__:\n    pass",
-    "negated_flag": "if not self.checkpointing:\n    pass\nelse:\n    _x_ = torch.sin(_x_)",
+    "negated_flag": "if not self.scaled:\n    pass\nelse:\n    _x_ = torch.sin(_x_)",
     "word_flag": "if self.mode == 'scaled':\n    _x_ = _x_ * 2\nelif self.mode == 'signed':\n"
                  "    _x_ = _x_.sign()",
     "word_among": "if self.mode in ('scaled', 'signed'):\n    _x_ = _x_.sign()",
 }  # fmt: skip
-INIT = {"self.checkpointing": "False", "self.mode": "'plain'"}
-
-
-def _register_first():
-    for name, text in FIRST.items():
-
-        def first(unit, text=text):
-            need("_return_" not in text or unit.subject.kind in ("mlp", "norm", "layer"))
-            x = names_of(unit.forward)[1]
-            if "logger" in text:
-                unit.before += statements("logger = transformers_logging.get_logger(__name__)")
-            if "typing" in text:
-                unit.before += statements("import typing")
-            for path, value in INIT.items():
-                if path in text:
-                    put_in_init(unit, f"{path} = {value}")
-            put_first(unit, text.replace("_return_", x))
-
-        refactor(first, name=name, kinds=NO_BLOCK)
-
-
-_register_first()
-
-
-# ---------------------------------------------------------------- parts that do nothing
-
-
-@refactor(kinds=("mlp", "attention", "layer"))
-def dropout_part_of_zero(unit):
-    """A part that drops nothing, around what is returned."""
-    put_in_init(unit, "self.extra_dropout = nn.Dropout(0.0)")
-    x = names_of(unit.forward)[1]
-    put_first(unit, f"{x} = self.extra_dropout({x})")
-
-
-@refactor(kinds=("mlp", "attention", "layer"))
-def identity_part(unit):
-    put_in_init(unit, "self.extra = nn.Identity()")
-    x = names_of(unit.forward)[1]
-    put_first(unit, f"{x} = self.extra({x})")
+for _name, _text in FIRST.items():
+    refactor(first(_text), name=_name, kinds=NO_BLOCK)
 
 
 # ---------------------------------------------------------------- spelling
-
-
-@refactor(kinds=NO_BLOCK)
-def operators_of_the_operator_module(unit):
-    signs = {ast.Add: "add", ast.Mult: "mul", ast.Sub: "sub"}
-    unit.before += statements("import operator")
-
-    def change(node):
-        if type(node.op) in signs and is_tensor(node):
-            call = expression(f"operator.{signs[type(node.op)]}(a, b)")
-            call.args = [node.left, node.right]
-            return like(call, node)
-        return None
-
-    each(unit, ast.BinOp, change)
-
-
-@refactor(kinds=NO_BLOCK)
-def keywords_of_functions(unit):
-    """torch.mul(input=a, other=b) for a * b"""
-
-    def change(node):
-        if isinstance(node.op, ast.Mult) and is_tensor(node.left) and is_tensor(node.right):
-            call = expression("torch.mul(input=a, other=b)")
-            call.keywords[0].value, call.keywords[1].value = node.left, node.right
-            return like(call, node)
-        return None
-
-    each(unit, ast.BinOp, change)
-
-
-def function_for(name: str, text: str, kinds=None):
-    """Calls of silu by another spelling of it."""
-
-    def apply(unit):
-        part = next((n for n in ("act_fn", "activation_fn") if hasattr(unit.subject.module, n)), "")
-        silu = part and type(getattr(unit.subject.module, part)).__name__ in (
-            "SiLU",
-            "SiLUActivation",
-        )
-
-        def change(node):
-            called = ast.unparse(node.func)
-            if called in ("F.silu", "nn.functional.silu") or silu and called == f"self.{part}":
-                return like(substitute(expression(text), "_x_", node.args[0]), node)
-            return None
-
-        each(unit, ast.Call, change)
-
-    refactor(apply, name=name, kinds=kinds)
-
-
-function_for("silu_as_a_module", "nn.SiLU()(_x_)", ("mlp",))
-function_for("silu_as_a_product", "_x_ * torch.sigmoid(_x_)", ("mlp",))
-function_for("silu_by_a_method", "torch.nn.functional.silu(input=_x_)", ("mlp",))
 
 
 @refactor(kinds=("norm",))
@@ -634,14 +408,6 @@ def sizes_by_name(unit):
 
 
 @refactor(kinds=("attention",))
-def cos_and_sin_by_index(unit):
-    need("cos, sin = position_embeddings" in ast.unparse(unit.forward))
-    each(unit, ast.Assign, lambda n: statements(
-        "cos = position_embeddings[0]\nsin = position_embeddings[1]"
-    ) if ast.unparse(n) == "cos, sin = position_embeddings" else None)  # fmt: skip
-
-
-@refactor(kinds=("attention",))
 def cache_in_a_method(unit):
     calls = updates(unit)
     need(len(calls) == 1)
@@ -695,33 +461,3 @@ def residual_function(unit):
     change.statements(unit.forward)
     need(change.count)
     put_first(unit, "def add(a, b):\n    return a + b")
-
-
-@refactor(kinds=NO_BLOCK)
-def nested_methods(unit):
-    """The forward calls a method that has the whole body, by keywords."""
-    forward = unit.forward
-    names = names_of(forward)[1:]
-    need(forward.args.vararg is None)
-    inner = copy.deepcopy(forward)
-    inner.name, inner.decorator_list = "_forward", []
-    kwarg = forward.args.kwarg.arg if forward.args.kwarg else None
-    words = [f"{n}={n}" for n in names if n != kwarg] + ([f"**{kwarg}"] if kwarg else [])
-    unit.cls.body.append(inner)
-    forward.body = statements(f"return self._forward({', '.join(words)})")
-
-
-@refactor(kinds=NO_BLOCK)
-def expression_to_keyword_method(unit):
-    one_expression(unit, "method", 0)
-    made = unit.cls.body[-1]
-    names = names_of(made)[1:]
-
-    def change(node):
-        if ast.unparse(node.func) == "self._value_of":
-            node.keywords = [ast.keyword(n, a) for n, a in zip(names, node.args)]
-            node.args = []
-            return node
-        return None
-
-    each(unit, ast.Call, change, methods=[unit.forward])

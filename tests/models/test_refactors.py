@@ -12,14 +12,14 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 # kind: (the family of the class, every n-th refactor, the least share of them that is served)
 SAMPLE = {
-    "mlp": ("phi3", 11, 0.9),
-    "norm": ("gemma2", 11, 0.9),
-    "attention": ("qwen3", 17, 0.85),
-    "layer": ("llama", 17, 0.85),
-    "gdn": ("qwen3_next", 12, 0.8),
-    "experts": ("mixtral", 8, 0.3),
-    "router": ("qwen3_moe", 7, 0.7),
-    "block": ("qwen2_moe", 8, 0.7),
+    "mlp": ("phi3", 16, 0.9),
+    "norm": ("gemma2", 16, 0.9),
+    "attention": ("qwen3", 21, 0.85),
+    "layer": ("llama", 21, 0.85),
+    "gdn": ("qwen3_next", 19, 0.8),
+    "experts": ("mixtral", 9, 0.3),
+    "router": ("qwen3_moe", 9, 0.7),
+    "block": ("qwen2_moe", 9, 0.7),
 }
 
 
