@@ -46,11 +46,13 @@ def grown(S, q, k, v, mask, layout, form="bool"):
 
 
 # around borders of blocks, at which the number of parts changes, too
-LENGTHS = [1, 2, 3, 16, 63, 64, 65, 127, 128, 129, 160]
-HEADS = [(1, 4, 2, 16), (4, 6, 2, 24)][0 if INTERPRETING else 1 :]  # B, HQ, HK, D
+LENGTHS = [1, 2, 64, 65, 129, 160]
+LENGTHS += [] if INTERPRETING else [3, 16, 63, 127, 128]
+HEADS = (2 if INTERPRETING else 4, 6, 2, 24)  # B, HQ, HK, D
 CASES = [
-    *itertools.product(HEADS, ["cat"], MASKS),
-    *itertools.product(HEADS, ["room", "tokens first"], ["none", "bool"]),
+    *itertools.product([HEADS], ["cat"], MASKS),
+    *itertools.product([HEADS], ["room", "tokens first"], ["none", "bool"]),
+    *itertools.product([(1, 4, 2, 16)] * INTERPRETING, ["cat"], ["none", "of one row"]),
 ]
 
 

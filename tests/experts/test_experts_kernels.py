@@ -140,7 +140,7 @@ def test_gates_interpreted(activation, limit):
 
 
 @interpreted
-@pytest.mark.parametrize("sizes, routing", MET[4:])
+@pytest.mark.parametrize("sizes, routing", [*MET[4:7], MET[9]])
 def test_backward_interpreted(sizes, routing):
     check_backward(problem(*sizes, 72, 40, routing=routing))
 
@@ -184,10 +184,11 @@ LAYOUTS = [
 @interpreted
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: " ".join(layout))
 def test_layouts_interpreted(layout):
-    for sizes, routing in MET[::3]:
+    for sizes, routing in MET[::9]:  # few tokens, and tiles
         check_forward(problem(*sizes, 72, 40, routing=routing, **layout))
     for routing in ("held elsewhere", "twice"):
-        check_backward(problem(*SMALL[1], 72, 40, routing=routing, **layout), routing == "twice")
+        p = problem(12, 2, 8, 72, 40, routing=routing, **layout)
+        check_backward(p, recompute=routing == "twice")
 
 
 @interpreted

@@ -35,10 +35,11 @@ def test_a_release_serves_what_the_table_says(release):
         folder = None if release is None else releases.install(release)
     except releases.NotTried as error:
         pytest.skip(str(error))
-    found = releases.survey(folder, TYPES)
+    types = TYPES if release else TYPES[::5]  # other tests are about this environment's, too
+    found = releases.survey(folder, types)
     assert found["transformers"] == (release or sys.modules["transformers"].__version__)
     rows = releases.expected(TABLE, found["transformers"])
-    of_types = {found["transformers"]: {kind: rows[kind] for kind in TYPES if kind in rows}}
+    of_types = {found["transformers"]: {kind: rows[kind] for kind in types if kind in rows}}
     assert releases.losses(found, of_types) == []
     assert releases.counts_of(found) == of_types[found["transformers"]], "more is served"
 
