@@ -1,10 +1,9 @@
 """Fixtures of the tests that publish to the Hub's double and load from it."""
 
 import os
-import subprocess
-import sys
 import time
 
+import fresh
 import publish
 import pytest
 from checkout import Checkout
@@ -72,10 +71,7 @@ def user(hub, tmp_path):
         env = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(home), **env}
         env.pop("HF_TOKEN", None)
         env.pop("LOCAL_KERNELS", None)
-        ran = subprocess.run(
-            [sys.executable, "-c", code, *map(str, arguments)],
-            env=env, capture_output=True, text=True, timeout=120, cwd=tmp_path,
-        )  # fmt: skip
+        ran = fresh.python("-c", code, *arguments, env=env, cwd=tmp_path)
         assert (ran.returncode != 0) == fails, ran.stderr
         return ran.stderr if fails else ran.stdout
 

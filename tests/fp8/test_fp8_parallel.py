@@ -4,17 +4,14 @@ with NCCL and the kernels."""
 
 import contextlib
 import copy
-import datetime
-import json
-from pathlib import Path
 
 import fp8_problems
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import load_package, relative_error, submodule
+from two_processes import KINDS, WORLD, found_by
 
-WORLD = 2
 WRAPS = ["tp", "fsdp2", "fsdp2 after"]  # after: kernelize comes before
 IDS = torch.randint(5, 90, (2, 40), generator=torch.Generator().manual_seed(0))
 SIZES = {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 98}
@@ -81,26 +78,13 @@ def check(wrap: str, device: str) -> dict:
     return {**found, "calls after": len(calls)}
 
 
-def process(rank: int, folder: str, device: str) -> None:
-    torch.set_num_threads(1)
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo", init_method=f"file://{folder}/rendezvous",
-        rank=rank, world_size=WORLD, timeout=datetime.timedelta(seconds=120),
-    )  # fmt: skip
-    found = {wrap: check(wrap, device) for wrap in WRAPS}
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+def checks(rank: int, device) -> dict:
+    return {wrap: check(wrap, device.type) for wrap in WRAPS}
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(scope="module", params=KINDS)
 def results(request, tmp_path_factory):
-    if request.param == "cuda" and torch.cuda.device_count() < WORLD:
-        pytest.skip(f"needs {WORLD} GPUs")
-    folder = tmp_path_factory.mktemp("fp8")
-    torch.multiprocessing.spawn(process, (str(folder), request.param), nprocs=WORLD)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+    return found_by(checks, request.param, tmp_path_factory.mktemp("fp8"))
 
 
 @pytest.mark.parametrize("wrap", WRAPS)

@@ -1,8 +1,6 @@
 """What kernelize costs the first time in a process: the Python functions that it calls."""
 
-import subprocess
-import sys
-
+import fresh
 import pytest
 from conftest import ROOT
 
@@ -28,8 +26,6 @@ print(len(found), len(report.served))
 
 
 def test_frames_of_a_llama():
-    run = subprocess.run(
-        [sys.executable, "-c", SCRIPT], cwd=ROOT / "tests", capture_output=True, text=True
-    )
+    run = fresh.python("-c", SCRIPT, cwd=ROOT / "tests")
     frames, served = map(int, run.stdout.split())
     assert served == 12 and frames <= MOST

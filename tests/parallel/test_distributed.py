@@ -4,11 +4,8 @@ two GPUs, and with gloo on the CPU."""
 
 import contextlib
 import copy
-import datetime
 import gc
-import json
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +13,8 @@ import torch.distributed as dist
 from conftest import load_package, relative_error, submodule
 from interpreter import compiled
 from tiny_models import GRADIENTS, SERVED, mlps_and_gdn, random_model, tokens
+from two_processes import KINDS, WORLD, found_by
 
-WORLD = 2
 STEPS = 3
 MODELS = ["llama", "qwen3_5_text"]
 WRAPS = ["ddp", "fsdp2", "fsdp2 first", "hybrid first", "tp first"]  # first: then kernelize
@@ -131,33 +128,15 @@ def limit_of(wrap: str, kind: str) -> float:
     return factor * GRADIENTS[kind]
 
 
-def process(rank: int, kind: str, folder: str) -> None:
-    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
-    if kind == "cuda":
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-    where = f"file://{folder}/rendezvous"
-    dist.init_process_group(
-        "nccl" if kind == "cuda" else "gloo", init_method=where, rank=rank, world_size=WORLD,
-        timeout=datetime.timedelta(seconds=120),
-    )  # fmt: skip
-    # one that raises leaves its group standing, and spawn ends the other: to take a group down
-    # that is at work may wait for ever
-    found = {f"{m} {w}": check(m, w, rank, device) for m in MODELS for w in WRAPS}
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+def checks(rank: int, device) -> dict:
+    return {f"{m} {w}": check(m, w, rank, device) for m in MODELS for w in WRAPS}
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(scope="module", params=KINDS)
 def results(request, tmp_path_factory):
     """Errors of both processes by model and wrapper. One launch serves all tests of a device."""
-    if request.param == "cuda" and torch.cuda.device_count() < WORLD:
-        pytest.skip(f"needs {WORLD} GPUs")
     folder = tmp_path_factory.mktemp("distributed")
-    torch.multiprocessing.spawn(process, (request.param, str(folder)), nprocs=WORLD)
-    found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
-    return found, request.param
+    return found_by(checks, request.param, folder), request.param
 
 
 def test_weights_of_zero_3_are_left_alone(kernel, monkeypatch):

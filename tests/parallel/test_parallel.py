@@ -1,9 +1,8 @@
 """Sequences that several processes hold parts of: two, three and four of them reproduce one."""
 
 import json
-import subprocess
-import sys
 
+import fresh
 import pytest
 import torch
 from conftest import ROOT, load_package, submodule
@@ -33,8 +32,7 @@ def found(request, tmp_path_factory):
         pytest.skip("needs a GPU")
     folder = tmp_path_factory.mktemp("parallel")
     script = ROOT / "tests" / "parallel_problems.py"
-    command = [sys.executable, str(script), str(folder), request.param]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = fresh.python(script, folder, request.param, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     ranks = range(WORLD[request.param])
     results = [json.loads((folder / f"{rank}.json").read_text()) for rank in ranks]
@@ -161,8 +159,7 @@ def test_what_several_gpus_run_is_rehearsed():
     """benchmarks/compare_parallel.py: two processes, gloo, tiny sizes."""
     script = ROOT / "benchmarks" / "compare_parallel.py"
     parts = ("bits", "messages", "time of 16/64", "time of FLA")  # not the order of all
-    command = [sys.executable, str(script), "--seconds", "200", "--only", *parts]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    done = fresh.python(script, "--seconds", "200", "--only", *parts, timeout=250)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     said = dict(line.split("): ", 1) for line in done.stdout.splitlines() if "): " in line)
     assert [name.rpartition(" (")[0] for name in said] == list(parts)

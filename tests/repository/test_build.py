@@ -13,6 +13,7 @@ import sys
 import types
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
 from checkout import Checkout
@@ -64,10 +65,7 @@ def contents(folder: Path):
 
 def python(code, *arguments, **env):
     """Output of the code, run in a new process."""
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    ran = subprocess.run(
-        command, env={**os.environ, **env}, capture_output=True, text=True, timeout=120
-    )
+    ran = fresh.python("-c", code, *arguments, env={**os.environ, **env})
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
 

@@ -5,8 +5,8 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 
+import fresh
 import pytest
 from conftest import ROOT
 from setup_env import NOT_NEEDED_TO_RUN
@@ -70,8 +70,7 @@ def recipes(*words) -> list:
 def run(commands: list, folder) -> list:
     files = folder / "commands.json", folder / "results.json"
     files[0].write_text(json.dumps(commands))
-    command = [sys.executable, ROOT / "tests" / "run_commands.py", *files]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    ran = fresh.python(ROOT / "tests" / "run_commands.py", *files, cwd=ROOT, timeout=300)
     assert ran.returncode == 0, ran.stderr
     return json.loads(files[1].read_text())
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import fresh
 import pytest
 import torch
 from conftest import ROOT, load_example, submodule
@@ -159,7 +160,24 @@ def test_fsdp2(kernel, tmp_path):
     assert len(after) == 3 and after == pytest.approx(before, rel=1e-4)
 
 
-@pytest.mark.parametrize("name", ["train_trainer", "train_sft", "train_fsdp", "serve", "load_gguf"])
-def test_help(name):
-    command = [sys.executable, ROOT / "examples" / f"{name}.py", "--help"]
-    assert subprocess.run(command, capture_output=True, timeout=100).returncode == 0
+HELP = """
+import runpy, sys
+folder, *names = sys.argv[1:]
+sys.path[0] = folder
+for name in names:
+    sys.argv = [name, "--help"]
+    try:
+        runpy.run_path(f"{folder}/{name}.py", run_name="__main__")
+    except SystemExit as stop:
+        print(f"{name} ends with {stop.code}")
+"""
+
+
+def test_help():
+    names = ("train_trainer", "train_sft", "train_fsdp", "serve", "load_gguf")
+    ran = fresh.python("-c", HELP, ROOT / "examples", *names)
+    assert ran.returncode == 0, ran.stderr
+    assert [line for line in ran.stdout.splitlines() if " ends with " in line] == [
+        f"{name} ends with 0" for name in names
+    ]
+    assert ran.stdout.count("usage: ") == len(names)

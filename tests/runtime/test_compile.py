@@ -3,10 +3,9 @@
 product of wgmma is serialized (ptxas's C7510 to C7519, which cost a third of the speed)."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+import fresh
 import pytest
 from conftest import submodule
 from interpreter import INTERPRETING, compiled
@@ -169,8 +168,8 @@ for call in calls:
 def test_amd(tmp_path):
     """For a chip that Triton compiles differently: SwiGLU and few tokens' products."""
     calls = ("swiglu forward, M 64", "projection")
-    tool = [sys.executable, "-c", TWICE, Path(compile_all.__file__).parent, *calls]
-    subprocess.run(tool, check=True, capture_output=True, cwd=tmp_path)
+    ran = fresh.python("-c", TWICE, Path(compile_all.__file__).parent, *calls, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
     for call in calls:
         rows = json.loads((tmp_path / call).read_text())["rows"]
         assert rows and not [row for row in rows if row["error"] or row["spills"]]
