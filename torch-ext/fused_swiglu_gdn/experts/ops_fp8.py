@@ -9,7 +9,7 @@ from . import reference
 from .call import Fp8Experts
 
 FP8 = ("experts.fp8", "fp8_experts_fwd")
-FP8_EXPERTS = EagerOperation(*FP8, Fp8Experts, reference)
+FP8_EXPERTS = EagerOperation(*FP8, Fp8Experts, reference, together=True)
 
 
 def fp8_experts(*tensors: Tensor) -> Optional[Tensor]:

@@ -23,15 +23,26 @@ class EagerOperation(Operation):
 
     There is no operator of torch. A call gives None where the module should be called instead; if
     the reference is forced, that computes it.
+    together: several kernels compute a call, and no other operation reads what they write; a first
+    call compiles them in threads.
     """
 
-    def __init__(self, family: str, name: str, call: type, reference, written: tuple = ()):
+    def __init__(
+        self, family: str, name: str, call: type, reference, written: tuple = (),
+        together: bool = False,
+    ):  # fmt: skip
         super().__init__(family, name, call, reference, schema=None, written=written)
+        self.together = together
 
     def __call__(self, tensors: tuple, options: tuple = ()):
         run = self.find(tensors, options, True)
         if run is None:
             run = self.serving(tensors, options)
+            if run is not None and self.together and tensors[0].is_cuda:
+                from ..runtime.ahead import compiled_together  # not where there is no Triton
+
+                with compiled_together():
+                    return run(*tensors)
         return None if run is None else run(*tensors)
 
     def serving(self, tensors: tuple, options: tuple = ()) -> Optional[Callable]:

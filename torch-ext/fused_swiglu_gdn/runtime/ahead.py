@@ -10,10 +10,11 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Iterator
 
+import torch
 from triton.runtime import driver
 
 from .device import on
-from .launch import Launch, watched
+from .launch import Launch, is_watched, watched
 from .maps import RawPointer
 
 MOST_THREADS = 16
@@ -43,6 +44,41 @@ def compiled_ahead() -> Iterator[None]:
 
         with watched(take):
             yield
+
+
+@contextlib.contextmanager
+def compiled_together() -> Iterator[None]:
+    """Starts the kernels that this thread launches inside when the context ends, in their order;
+    those that have not been compiled are compiled by several threads before.
+
+    For calls in which only kernels read what kernels write. Where launches are watched or captured
+    in a CUDA graph, they start where they are.
+    """
+    if is_watched() or torch.cuda.is_current_stream_capturing():
+        yield
+        return
+    here, waiting = threading.get_ident(), []
+
+    def take(launch: Launch, tensors: tuple) -> bool:
+        if threading.get_ident() != here:
+            return False
+        waiting.append((launch, tensors))  # which keeps the tensors
+        return True
+
+    with watched(take):
+        yield
+    missing = {}
+    for launch, tensors in waiting:
+        if 0 not in launch.grid and launch.kept(tensors) is None:
+            missing[launch.key(tensors)] = launch, tensors
+    if len(missing) > 1:
+        if any([launch.device.type == "cuda" for launch, _ in waiting]):
+            driver.active.get_current_device()  # Triton's driver is made by one thread
+        with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
+            for launch, tensors in missing.values():
+                pool.submit(_compile, launch, [None if x is None else _place(x) for x in tensors])
+    for launch, tensors in waiting:
+        launch(*tensors)
 
 
 def _place(x) -> RawPointer:

@@ -249,6 +249,10 @@ class Launch:
         return _codes.get(self.key(tensors))
 
 
+def is_watched() -> bool:
+    return bool(_watches)
+
+
 @contextlib.contextmanager
 def watched(watch: Callable[[Launch, tuple], bool]) -> Iterator[None]:
     """Calls watch(launch, tensors) for each launch inside; a launch for which it returns True is
