@@ -71,8 +71,7 @@ def in_a_layer(norm, mlp, x: torch.Tensor) -> torch.Tensor:
     y, _, codes = layers._normed(norm, x, None, mlp)
     if codes is None:
         return mlp(y)
-    with layers.fp8.given(y, codes):
-        return mlp(y)
+    return layers.fp8.with_codes(y, codes, None, mlp, y)[0]
 
 
 def mlps(package, K: int, N: int) -> dict:
