@@ -79,7 +79,8 @@ def scheme_of(linear: nn.Module) -> Tuple[object, object, object]:
 MLPS = ("SwiGLUMLP", "SwiGLUGateUp")
 SCHEME = ((BLOCK, BLOCK), "dynamic", None)  # that is served
 PARAMETERS = ("weight", "weight_scale_inv", "bias")
-NAMED, OWN_NAMES = frozenset(PARAMETERS), frozenset(OWN)
+NAMED, LISTED = frozenset(PARAMETERS), list(SCHEME[0])
+NOT_OWN = frozenset((*PARAMETERS, *OWN))  # which hide parameters, or what a call of the class does
 
 
 def weight_of(linear: nn.Module, x: torch.Tensor, K: int) -> Optional[Weight]:
@@ -100,6 +101,7 @@ def weights_of(
     """
     found: List[Optional[Weight]] = [None] * len(linears)
     learns, device, pinned = torch.is_grad_enabled(), x.device, None
+    hiding = NAMED if called else NOT_OWN
     if learns and not called and x.requires_grad:
         return found
     for i, linear in enumerate(linears):
@@ -111,18 +113,17 @@ def weights_of(
             if not pinned.unchanged():
                 return found
         attributes = linear.__dict__
+        if not attributes.keys().isdisjoint(hiding):
+            continue
         if not called and (
-            any(map(attributes.get, HOOKS))
-            or not OWN_NAMES.isdisjoint(attributes)
-            or type(linear).__call__ is not nn.Module.__call__
+            any(map(attributes.get, HOOKS)) or type(linear).__call__ is not nn.Module.__call__
         ):
             continue
         block, scheme = attributes.get("block_size"), attributes.get("activation_scheme")
-        if block != SCHEME[0] and block != list(SCHEME[0]) or scheme != SCHEME[1]:
-            continue
         parameters = attributes["_parameters"]
-        if not NAMED.isdisjoint(attributes) or parameters.get("activation_scale") is not None:
-            continue  # the former hide the parameters of these names
+        scheme = scheme, parameters.get("activation_scale")
+        if block != SCHEME[0] and block != LISTED or scheme != SCHEME[1:]:
+            continue
         weight, scale, bias = map(parameters.get, PARAMETERS)
         if type(weight) not in PLAIN_TENSORS or type(scale) not in PLAIN_TENSORS:
             continue

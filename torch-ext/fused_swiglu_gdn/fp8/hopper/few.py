@@ -80,7 +80,7 @@ class _Few:
     tensors of its launch but the last, from those that it is called with. lead: the result's shape
     but its last dimension, if not (M,)."""
 
-    __slots__ = ("where", "shape", "size", "parts", "pick", "product", "add")
+    __slots__ = ("where", "shape", "strides", "cut", "whole", "pick", "product", "add")
 
     def __init__(
         self, where: torch.device, M: int, K: int, rows: Tuple[int, ...], whole: bool = False,
@@ -88,37 +88,41 @@ class _Few:
         lead: Optional[tuple] = None,
     ):  # fmt: skip
         width, missing = sum(rows) + sum(plain), MAX_WEIGHTS - len(rows)
-        self.where, self.shape, self.size = where, (*(lead or (M,)), width), M * width
+        self.where, self.shape = where, (*(lead or (M,)), width)
+        self.strides = torch.empty(self.shape, device="meta").stride()
         self.pick = pick or _places(len(rows), len(plain))
         config = tuning.lookup("hopper_fp8_few", where, M=M)
         height, blocks, pdl = config["ROWS"], K // BLOCK, device.overlaps_launches(where)
         tiles = sum([-(-n // height) for n in rows])
-        self.parts = 1 if whole else parts_of_k(where, rows, blocks)
-        steps = math.gcd(config["STEPS"], -(-blocks // self.parts), blocks)
+        parts, size = 1 if whole else parts_of_k(where, rows, blocks), M * width
+        self.cut, self.whole = (parts, size), parts == 1
+        steps = math.gcd(config["STEPS"], -(-blocks // parts), blocks)
         early = (("launch_pdl", True),) if pdl else ()
         tiles += sum([-(-n // PLAIN_ROWS) for n in plain])
         sizes = (*rows, *(0,) * missing, *plain, *(0,) * (MAX_PLAIN - len(plain)))
         self.product = Launch(
-            few_kernel, (tiles, self.parts), where, numbers=(M, width, padded(M), *sizes),
-            constexprs=(K, _tokens(M), height, steps, self.parts, pdl),
+            few_kernel, (tiles, parts), where, numbers=(M, width, padded(M), *sizes),
+            constexprs=(K, _tokens(M), height, steps, parts, pdl),
             options=(
                 ("num_warps", config["num_warps"]), ("num_stages", config["num_stages"]), *early
             ),
             guarded=True,
         )  # fmt: skip
         self.add = Launch(
-            add_parts_kernel, -(-self.size // 512), where, numbers=(self.size,),
-            constexprs=(self.parts, 512, pdl), options=early, guarded=True,
+            add_parts_kernel, -(-size // 512), where, numbers=(size,),
+            constexprs=(parts, 512, pdl), options=early, guarded=True,
         )  # fmt: skip
 
     def __call__(
         self, *tensors: Optional[torch.Tensor], added: Optional[torch.Tensor] = None
     ) -> torch.Tensor:  # [M, N]
-        y = torch.empty(self.shape, dtype=torch.bfloat16, device=self.where)
-        if self.parts == 1:
+        # empty would cost the host half as much again
+        y = torch.empty_strided(self.shape, self.strides, dtype=torch.bfloat16, device=self.where)
+        if self.whole:
             self.product(*self.pick(tensors), y)
             return y if added is None else added + y
-        parts = torch.empty((self.parts, self.size), dtype=torch.float32, device=self.where)
+        cut = self.cut
+        parts = torch.empty_strided(cut, (cut[1], 1), dtype=torch.float32, device=self.where)
         self.product(*self.pick(tensors), parts)
         self.add(parts, added, y)
         return y
@@ -158,11 +162,11 @@ def prepare_quantise_few_fwd(call: QuantiseFew) -> Optional[Callable]:
         return None
     P, quantise = padded(M), quantise_launch(rows)
     product = _Few(where, M, K, (weight.shape[0],), pick=_ONE, lead=x.shape[:-1])
-    size = (K // BLOCK, P)
+    size, strides, blocks, apart = (P, K), (K, 1), (K // BLOCK, P), (P, 1)
 
     def run(x, weight, scale):
-        codes = torch.empty((P, K), dtype=torch.float8_e4m3fn, device=where)
-        scales = torch.empty(size, dtype=torch.float32, device=where)
+        codes = torch.empty_strided(size, strides, dtype=torch.float8_e4m3fn, device=where)
+        scales = torch.empty_strided(blocks, apart, dtype=torch.float32, device=where)
         quantise(x, codes, scales)
         return product(codes, scales, weight, scale, None)
 
@@ -199,10 +203,11 @@ def _gated(where: torch.device, M: int, K: int, N: int) -> Callable:
 
         return apart
     launch, P = _gate(where, M, K, N, config), padded(M)
+    size, strides, blocks, apart = (P, N), (N, 1), (N // BLOCK, P), (P, 1)
 
     def run(codes, scales, w_gate, w_up, s_gate, s_up):
-        z = torch.empty((P, N), dtype=torch.float8_e4m3fn, device=where)
-        s_z = torch.empty((N // BLOCK, P), dtype=torch.float32, device=where)
+        z = torch.empty_strided(size, strides, dtype=torch.float8_e4m3fn, device=where)
+        s_z = torch.empty_strided(blocks, apart, dtype=torch.float32, device=where)
         launch(w_gate, w_up, codes, scales, s_gate, s_up, z, s_z)
         return z, s_z
 

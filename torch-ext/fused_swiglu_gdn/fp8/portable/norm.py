@@ -96,13 +96,13 @@ def prepare_norm_quantise_fwd(call: NormQuantise) -> Optional[Callable]:
         _norm_quantise_kernel, P, where, numbers=(M, P, eps, offset),
         constexprs=(D, casting_mode == "llama", groups, pdl), options=options, guarded=True,
     )  # fmt: skip
-    size, strides = (P, D // BLOCK), (1, P)
+    size, strides, blocks, apart = (P, D), (D, 1), (P, D // BLOCK), (1, P)
 
     def run(x, weight, residual) -> tuple:
         y = torch.empty_like(x)
         total = None if residual is None else torch.empty_like(x)
-        codes = torch.empty((P, D), dtype=torch.float8_e4m3fn, device=where)
-        scales = torch.empty_strided(size, strides, dtype=torch.float32, device=where)
+        codes = torch.empty_strided(size, strides, dtype=torch.float8_e4m3fn, device=where)
+        scales = torch.empty_strided(blocks, apart, dtype=torch.float32, device=where)
         kernel(x, weight, residual, y, total, codes, scales)
         return y, total, Quantised(codes, scales)
 

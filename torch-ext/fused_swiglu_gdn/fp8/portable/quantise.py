@@ -128,11 +128,11 @@ def quantise_launch(rows: torch.Tensor) -> Launch:
 def quantising(launch: Launch, where: torch.device, shape: tuple) -> Callable:
     """A function of the tensors before codes and scales of a launch, which returns these."""
     P, columns = padded(shape[0]), shape[1]
-    size, strides = (P, columns // BLOCK), (1, P)
+    size, strides, blocks, apart = (P, columns), (columns, 1), (P, columns // BLOCK), (1, P)
 
-    def run(*tensors: torch.Tensor) -> Quantised:
-        codes = torch.empty((P, columns), dtype=torch.float8_e4m3fn, device=where)
-        scales = torch.empty_strided(size, strides, dtype=torch.float32, device=where)
+    def run(*tensors: torch.Tensor) -> Quantised:  # empty would cost the host half as much again
+        codes = torch.empty_strided(size, strides, dtype=torch.float8_e4m3fn, device=where)
+        scales = torch.empty_strided(blocks, apart, dtype=torch.float32, device=where)
         launch(*tensors, codes, scales)
         return Quantised(codes, scales)
 
