@@ -311,7 +311,16 @@ def test_other_dtypes_by_other_code(hopper):
             hopper.silu_mul(x.to(dtype), x.to(dtype))
 
 
-def functions_of_a_layer(model, D: int, B: int = 1, rotary: float = 1.0) -> int:
+def launches(call) -> list:
+    """The kernels of a repeated call."""
+    found = []
+    call()
+    with submodule("runtime.launch").watched(lambda one, _: found.append(one.kernel.__name__)):
+        call()
+    return found
+
+
+def functions_of_a_layer(model, D: int, B: int = 1, rotary: float = 1.0, count=functions):
     """Those of a token of B sequences through the second layer of a kernelized model, on a static
     cache."""
     transformers = pytest.importorskip("transformers")
@@ -326,7 +335,7 @@ def functions_of_a_layer(model, D: int, B: int = 1, rotary: float = 1.0) -> int:
     }
     with torch.no_grad():
         cache.layers[1].update(*torch.zeros(2, B, heads, 1, D, dtype=torch.bfloat16))
-        return functions(lambda: cache.layers[1].cumulative_length.zero_() is layer(x, **given))
+        return count(lambda: cache.layers[1].cumulative_length.zero_() is layer(x, **given))
 
 
 @pytest.mark.parametrize("name, most", [("llama", 90), ("qwen3_5_text", 105)])
@@ -346,13 +355,14 @@ def test_functions_of_a_decoder_layer(hopper, monkeypatch, name, most):
 @pytest.mark.parametrize("name, most", [("tiny_qwen3", 118), ("tiny_qwen3_5", 123)])
 def test_functions_of_a_layer_in_fp8(hopper, monkeypatch, name, most):
     """182 where weights were looked at one by one, and x quantised apart from its product. Of
-    several sequences hardly more than in bf16, where one has products of its own."""
+    several sequences hardly more than in bf16, where one has products of its own; a gate before the
+    output projection saves the launch that quantises for it."""
     pytest.importorskip("transformers.integrations.finegrained_fp8")
     import fp8_problems
 
     fp8_problems.stand_in(monkeypatch)
     monkeypatch.setattr(submodule("fp8.hopper.multiply"), "_has_product", lambda where: True)
-    found, rotary = [], 1.0 if name == "tiny_qwen3" else 0.25
+    found, made, rotary = [], [], 1.0 if name == "tiny_qwen3" else 0.25
     parts = [f"{part}_proj" for part in ("gate", "up", "down", "q", "k", "v", "o", "out")]
     bf16 = ("lm_head", *parts, *(f"in_proj_{part}" for part in ("qkv", "z", "a", "b")))
     for skip in ({}, {"skip": bf16}):
@@ -360,8 +370,10 @@ def test_functions_of_a_layer_in_fp8(hopper, monkeypatch, name, most):
         assert any(hasattr(x, "weight_scale_inv") for x in model.modules()) is not bool(skip)
         assert not hopper.kernelize(model).left
         found += [functions_of_a_layer(model, 128, B, rotary) for B in (1, 16)]
+        made.append(functions_of_a_layer(model, 128, 16, rotary, launches))
     assert 100 < found[0] <= most
     assert found[1] <= 1.15 * found[3], found
+    assert len(made[0]) == 11 and ("_quantise_kernel" in made[0]) is (name == "tiny_qwen3")
 
 
 def test_functions_of_kernelize(hopper):
