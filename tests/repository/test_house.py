@@ -1,6 +1,7 @@
 """The house: imports go down from room to room, files and functions stay small."""
 
 import ast
+import functools
 import re
 import tokenize
 
@@ -39,7 +40,17 @@ MAX_FILE, MAX_KERNEL, MAX_FUNCTION = 400, 150, 60
 MOST, MOST_OF_A_KERNEL = 20, 36
 
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "_ops.py")
-NAMES = [str(path.relative_to(PACKAGE)) for path in FILES]
+OWN = [path.relative_to(PACKAGE).with_suffix("").parts[0] for path in FILES]
+every_room = pytest.mark.parametrize("room", sorted(set(OWN)))
+
+
+@functools.lru_cache(None)
+def tree_of(path) -> ast.Module:
+    return ast.parse(path.read_text(), feature_version=(3, 9))
+
+
+def files_of(room: str) -> list:
+    return [path for path, own in zip(FILES, OWN) if own == room]
 
 
 def place(parts) -> tuple:
@@ -53,7 +64,7 @@ def place(parts) -> tuple:
 def imported(path):
     """(parts of a module of this package, line) for each import in the file."""
     package = path.relative_to(PACKAGE).parent.parts
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             assert not any(a.name.startswith("fused_swiglu_gdn") for a in node.names)
         if not isinstance(node, ast.ImportFrom):
@@ -68,23 +79,26 @@ def imported(path):
                 yield base + ((alias.name,) if is_module else ()), node.lineno
 
 
-@pytest.mark.parametrize("path", FILES, ids=NAMES)
-def test_imports_go_down(path):
-    room, kind = place(path.relative_to(PACKAGE).with_suffix("").parts)
-    for parts, line in imported(path):
-        theirs, their_kind = place(parts)
-        where = f"{path.name}:{line}: {room}/{kind} imports {'.'.join(parts)}"
-        assert ROOMS.index(theirs) <= ROOMS.index(room), f"{where}, a room above it"
-        if theirs not in OPERATIONS or room not in OPERATIONS:
-            assert their_kind not in KERNELS, f"{where}: that is dispatch's job"
-            continue
-        assert KINDS.get(their_kind, API) <= KINDS.get(kind, API), f"{where}, which stands on it"
-        if kind in KERNELS:
-            assert their_kind in (*SHARED, *KERNELS), f"{where}: kernels stand on kernels"
-        else:
-            assert their_kind not in KERNELS, f"{where}: that is dispatch's job"
-        if kind == "reference":
-            assert their_kind in (*SHARED, "reference"), f"{where}: torch alone"
+@every_room
+def test_imports_go_down(room):
+    for path in files_of(room):
+        own, kind = place(path.relative_to(PACKAGE).with_suffix("").parts)
+        for parts, line in imported(path):
+            theirs, their_kind = place(parts)
+            where = f"{path.name}:{line}: {own}/{kind} imports {'.'.join(parts)}"
+            assert ROOMS.index(theirs) <= ROOMS.index(own), f"{where}, a room above it"
+            if theirs not in OPERATIONS or own not in OPERATIONS:
+                assert their_kind not in KERNELS, f"{where}: that is dispatch's job"
+                continue
+            assert KINDS.get(their_kind, API) <= KINDS.get(kind, API), (
+                f"{where}, which stands on it"
+            )
+            if kind in KERNELS:
+                assert their_kind in (*SHARED, *KERNELS), f"{where}: kernels stand on kernels"
+            else:
+                assert their_kind not in KERNELS, f"{where}: that is dispatch's job"
+            if kind == "reference":
+                assert their_kind in (*SHARED, "reference"), f"{where}: torch alone"
 
 
 def is_kernel(function) -> bool:
@@ -113,35 +127,37 @@ def exported() -> list:
     )
 
 
-@pytest.mark.parametrize("path", FILES, ids=NAMES)
-def test_sizes(path):
-    text = path.read_text()
-    assert len(text.splitlines()) <= MAX_FILE, f"{path} is longer than {MAX_FILE} lines"
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef):
-            limit = MAX_KERNEL if is_kernel(node) else MAX_FUNCTION
-            where = f"{path.name}:{node.lineno}: {node.name}"
-            assert code_lines(node) <= limit, f"{where} is too long"
-            most = MOST_OF_A_KERNEL if is_kernel(node) else MOST
-            taken = len(node.args.posonlyargs + node.args.args + node.args.kwonlyargs)
-            assert taken <= most or node.name in exported(), f"{where} takes {taken} parameters"
+@every_room
+def test_sizes(room):
+    for path in files_of(room):
+        text = path.read_text()
+        assert len(text.splitlines()) <= MAX_FILE, f"{path} is longer than {MAX_FILE} lines"
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.FunctionDef):
+                limit = MAX_KERNEL if is_kernel(node) else MAX_FUNCTION
+                where = f"{path.name}:{node.lineno}: {node.name}"
+                assert code_lines(node) <= limit, f"{where} is too long"
+                most = MOST_OF_A_KERNEL if is_kernel(node) else MOST
+                taken = len(node.args.posonlyargs + node.args.args + node.args.kwonlyargs)
+                assert taken <= most or node.name in exported(), f"{where} takes {taken} parameters"
 
 
-@pytest.mark.parametrize("path", FILES, ids=NAMES)
-def test_python_39_grammar_and_lazy_triton(path):
-    tree = ast.parse(path.read_text(), feature_version=(3, 9))
-    names = {
-        name.split(".")[0]
-        for node in tree.body
-        if isinstance(node, (ast.Import, ast.ImportFrom)) and not getattr(node, "level", 0)
-        for name in ([node.module] if isinstance(node, ast.ImportFrom) else
-                     [alias.name for alias in node.names])
-    }  # fmt: skip
-    if "triton" in names:
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
-        launches = parts[0] == "runtime" and parts[1] not in EVERYWHERE
-        assert launches or place(parts)[1] in KERNELS, f"{path.name} imports triton"
-    assert not names & {"transformers", "kernels", "numpy", "huggingface_hub"}
+@every_room
+def test_python_39_grammar_and_lazy_triton(room):
+    for path in files_of(room):
+        tree = tree_of(path)
+        names = {
+            name.split(".")[0]
+            for node in tree.body
+            if isinstance(node, (ast.Import, ast.ImportFrom)) and not getattr(node, "level", 0)
+            for name in ([node.module] if isinstance(node, ast.ImportFrom) else
+                         [alias.name for alias in node.names])
+        }  # fmt: skip
+        if "triton" in names:
+            parts = path.relative_to(PACKAGE).with_suffix("").parts
+            launches = parts[0] == "runtime" and parts[1] not in EVERYWHERE
+            assert launches or place(parts)[1] in KERNELS, f"{path.name} imports triton"
+        assert not names & {"transformers", "kernels", "numpy", "huggingface_hub"}, path.name
 
 
 # Words of a private idiom, with which no docstring begins: what a thing is or does comes first, in
@@ -154,31 +170,33 @@ IDIOM = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("path", FILES, ids=NAMES)
-def test_docstrings_begin_in_plain_words(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, (ast.Module, ast.FunctionDef, ast.ClassDef)):
-            text = re.sub(r"^(The|A|An) ", "", ast.get_docstring(node) or "").lower()
-            begins = [word for word in IDIOM if re.match(rf"{word}\b", text)]
-            assert not begins, f"{path.name}:{getattr(node, 'lineno', 1)}: {text[:60]}"
+@every_room
+def test_docstrings_begin_in_plain_words(room):
+    for path in files_of(room):
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, (ast.Module, ast.FunctionDef, ast.ClassDef)):
+                text = re.sub(r"^(The|A|An) ", "", ast.get_docstring(node) or "").lower()
+                begins = [word for word in IDIOM if re.match(rf"{word}\b", text)]
+                assert not begins, f"{path.name}:{getattr(node, 'lineno', 1)}: {text[:60]}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=NAMES)
-def test_nothing_printed_or_left_to_do(path):
-    with tokenize.open(path) as file:
-        tokens = list(tokenize.generate_tokens(file.readline))
-    comments = [token for token in tokens if token.type == tokenize.COMMENT]
-    for comment in comments:
-        if "TODO" in comment.string:
-            assert "http" in comment.string or "version" in comment.string, comment.line
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            assert node.func.id != "print", f"{path.name}:{node.lineno} prints"
+@every_room
+def test_nothing_printed_or_left_to_do(room):
+    for path in files_of(room):
+        with tokenize.open(path) as file:
+            tokens = list(tokenize.generate_tokens(file.readline))
+        comments = [token for token in tokens if token.type == tokenize.COMMENT]
+        for comment in comments:
+            if "TODO" in comment.string:
+                assert "http" in comment.string or "version" in comment.string, comment.line
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id != "print", f"{path.name}:{node.lineno} prints"
 
 
 def test_every_public_function_says_shapes_and_errors():
     tree = {
-        path: ast.parse(path.read_text())
+        path: tree_of(path)
         for path in PACKAGE.glob("*/*.py")
         if path.stem.startswith("api") or path.stem == "module"
     }
@@ -199,7 +217,7 @@ def test_every_public_function_says_shapes_and_errors():
 def test_tools_stand_on_no_tests(path):
     """What compares values lies with the tests, which import tools."""
     tests = {test.stem for test in (ROOT / "tests").rglob("*.py")}
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module] if isinstance(node, ast.ImportFrom) else []
         assert not tests & set(names), f"{path.name} imports {', '.join(tests & set(names))}"
