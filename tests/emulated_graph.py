@@ -6,14 +6,17 @@ captured, and a read of a value by the host cannot be captured at all.
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 READS = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::nonzero",
          "aten::masked_select"}  # fmt: skip
 
 
-def tensors_in(values):
-    return [x for x in tree_flatten(values)[0] if isinstance(x, torch.Tensor)]
+def tensors_in(values) -> list:
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = list(values.values())
+    return [x for v in values for x in tensors_in(v)] if isinstance(values, (tuple, list)) else []
 
 
 class Recording(TorchDispatchMode):

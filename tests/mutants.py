@@ -160,14 +160,14 @@ def mutants(kind: str, every: int = 1, first: int = 0):
         scope, plain = sys.modules[cls.__module__], [recognise(module) for module in modules]
         for owner, name in places(cls, scope, plain[0].form):
             kept, tree = vars(owner)[name], tree_of(owner, name)
-            for n in range(10**6):
-                mutation = Mutation(n)
-                changed = mutation.visit(copy.deepcopy(tree))
-                if mutation.what is None:
-                    break
+            places_of_all = Mutation(-1)
+            places_of_all.visit(copy.deepcopy(tree))
+            for n in range(places_of_all.count):
                 count += 1
                 if count % every:
                     continue
+                mutation = Mutation(n)
+                changed = mutation.visit(copy.deepcopy(tree))
                 try:
                     setattr(owner, name, function_of(changed, name, vars(scope)))
                     tried += 1
