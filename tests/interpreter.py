@@ -143,15 +143,40 @@ def _hasten_types(interpreter) -> None:
     core.block_type.__init__, core.tensor.__init__ = init_block, init_tensor
     core.tuple.__init__, core.tuple.__getattr__ = init_tuple, attribute_of_tuple
     interpreter._get_np_dtype = numpy_type
-    broadcast = TritonSemantic.broadcast_impl_value
+    _hasten_operands(core, TritonSemantic)
+
+
+def _hasten_operands(core, semantic) -> None:
+    """Most operations are of two values of one type, or of a number beside one of fp32: nothing is
+    cast. Blocks of other shapes are spread by numpy."""
+    broadcast, check = semantic.broadcast_impl_value, semantic.binary_op_type_checking_impl
 
     def broadcast_unless_alike(self, lhs, rhs):
         if lhs.type.is_block() and rhs.type.is_block():
-            if lhs.type.shape.values == rhs.type.shape.values:
+            a, b = lhs.type.shape.values, rhs.type.shape.values
+            if a == b:
                 return lhs, rhs
+            if len(a) == len(b) and all(x == y or x == 1 or y == 1 for x, y in zip(a, b)):
+                shape = [y if x == 1 else x for x, y in zip(a, b)]
+                return tuple(x if x.type.shape.values == shape else self.tensor(
+                    self.builder.create_broadcast(x.handle, shape), core.block_type(x.dtype, shape)
+                ) for x in (lhs, rhs))  # fmt: skip
         return broadcast(self, lhs, rhs)
 
-    TritonSemantic.broadcast_impl_value = broadcast_unless_alike
+    def check_unless_alike(self, lhs, rhs, *options, **words):
+        if len(options) == 4 or words:  # quotients of fp16 are taken in fp32
+            return check(self, lhs, rhs, *options, **words)
+        if type(rhs) in (int, float) and getattr(lhs, "dtype", None) == core.float32:
+            rhs = self.scalar_constant(rhs, dtype=core.float32)
+        elif type(lhs) in (int, float) and getattr(rhs, "dtype", None) == core.float32:
+            lhs = self.scalar_constant(lhs, dtype=core.float32)
+        if isinstance(lhs, core.tensor) and isinstance(rhs, core.tensor):
+            if type(lhs.dtype) is core.dtype and lhs.dtype == rhs.dtype:
+                return self.broadcast_impl_value(lhs, rhs)
+        return check(self, lhs, rhs, *options)
+
+    semantic.broadcast_impl_value = broadcast_unless_alike
+    semantic.binary_op_type_checking_impl = check_unless_alike
 
 
 def _mend() -> None:
