@@ -69,9 +69,10 @@ def test_other_names_of_parts_leave_the_module_as_it_is(kernel, subject):
         for parameter in other.parameters():
             parameter.mul_(0.5)
         assert (other(x) - module(x)).abs().max() > 1e-3
-        torch._dynamo.reset()
-        compiled = torch.compile(module, backend="eager", fullgraph=True)
-        torch.testing.assert_close(compiled(x), module(x))
+        if subject.family == "qwen3_next":  # the forward that is traced is one for all families
+            torch._dynamo.reset()
+            compiled = torch.compile(module, backend="eager", fullgraph=True)
+            torch.testing.assert_close(compiled(x), module(x))
         kind = type(module).__mro__[2]
         module.__dict__.pop("_kernel_funcs", None)  # by `kernels`, and in no pickle
         assert type(pickle.loads(pickle.dumps(module))) is kind

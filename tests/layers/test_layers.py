@@ -309,16 +309,18 @@ def compiled(module, backend="aot_eager_decomp_partition"):
 
 @on_every_device
 @pytest.mark.parametrize(  # training traces the same forward, with gradients of its operators
-    "name, training",
-    [("qwen3_5_text", False), *((n, True) for n in ("qwen3_5_text", "qwen3_next", "olmo_hybrid"))],
+    "name, training", [("qwen3_5_text", True), ("qwen3_next", True), ("olmo_hybrid", False)]
 )
 def test_compiles_in_one_graph(kernel, device, name, training):
-    """The kernelized MLP and GDN layer: one graph, the same values and gradients."""
+    """The kernelized GDN layer, and one MLP of all: one graph, the same values and gradients."""
     _, served = pair(kernel, name, device)
     modules = {getattr(type(m), "served_as", "").lower(): m for m in served.modules()}
     modules = {name: m for name, m in modules.items() if name.endswith(("mlp", "deltanet"))}
     assert len(modules) == 2
-    for module in modules.values():
+    for kind, module in modules.items():
+        if kind.endswith("mlp") and name != "qwen3_5_text":
+            continue
+        torch.manual_seed(0)
         x = torch.randn(2, 70, 32, device=device, requires_grad=training)
         with torch.set_grad_enabled(training):
             out, ref = compiled(module)(x), module(x)
