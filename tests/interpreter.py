@@ -1,6 +1,6 @@
 """Kernels on the CPU, in Triton's interpreter: a pytest session of its own, because Triton reads
-the setting when it is imported. A test file marks tests `@interpreted` and has one test that calls
-`rerun(__file__)`."""
+the setting when it is imported. A test file marks tests `@interpreted` and imports
+`test_in_the_interpreter`."""
 
 import dataclasses
 import inspect
@@ -24,9 +24,9 @@ _server.set_forkserver_preload(
 )
 
 
-def rerun(path: str) -> None:
-    """The file's tests once more, under the interpreter; fails with their output."""
-    assert not INTERPRETING, "the test that reruns a file is marked @compiled"
+@compiled
+def test_in_the_interpreter(request) -> None:
+    """The tests of the file that imports this one once more, under the interpreter."""
     if tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 4):
         pytest.skip(f"Triton 3.6's interpreter needs numpy below 2.4, got {numpy.__version__}")
     with tempfile.TemporaryDirectory() as folder:
@@ -34,7 +34,7 @@ def rerun(path: str) -> None:
         with pytest.MonkeyPatch.context() as patch:  # the server starts at the first call
             patch.setenv("TRITON_INTERPRET", "1")
             patch.setenv("CUDA_VISIBLE_DEVICES", "")
-            process = _server.Process(target=_session, args=(path, str(log)))
+            process = _server.Process(target=_session, args=(str(request.path), str(log)))
             process.start()
         process.join()
         text = log.read_text()

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from conftest import assert_close, prepared, relative_error, submodule
-from interpreter import INTERPRETING, compiled, interpreted, rerun
+from interpreter import INTERPRETING, compiled, interpreted, test_in_the_interpreter  # noqa: F401
 from test_attention import SHAPES, normal, problem, wide
 
 reference, calls = submodule("attention.reference"), submodule("attention.call")
@@ -283,11 +283,6 @@ def test_caches_of_other_lengths_have_the_same_kernels(monkeypatch):
     assert {parts(4, blocks) for blocks in range(17, 33)} == {32}
     assert [parts(4, blocks) for blocks in (0, 1, 2, 33, 1000)] == [1, 1, 2, 64, 64]
     assert [parts(programs, 32) for programs in (1, 12, 24, 256, 10**6)] == [32, 22, 11, 1, 1]
-
-
-@compiled
-def test_in_the_interpreter():
-    rerun(__file__)
 
 
 @compiled

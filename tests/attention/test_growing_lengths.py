@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 from conftest import assert_close, prepared, submodule
-from interpreter import INTERPRETING, compiled, interpreted, rerun
+from interpreter import INTERPRETING, compiled, interpreted, test_in_the_interpreter  # noqa: F401
 from test_attention import wide
 
 calls, reference = submodule("attention.call"), submodule("attention.reference")
@@ -80,11 +80,6 @@ class Lengths:
 @interpreted
 class TestInterpreted(Lengths):
     pass
-
-
-@compiled
-def test_in_the_interpreter():
-    rerun(__file__)
 
 
 @compiled

@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import TOLERANCE, assert_close, relative_error, submodule
 from experts_problems import answer, by_grouped_mm, gradients, options_of, problem
-from interpreter import INTERPRETING, compiled, interpreted, rerun
+from interpreter import INTERPRETING, compiled, interpreted, test_in_the_interpreter  # noqa: F401
 
 call = submodule("experts.call")
 NAMES = ("dx", "dw_gate_up", "dw_down", "dweights", "db_gate_up", "db_down")
@@ -225,11 +225,6 @@ def test_no_tokens_interpreted():
     found = backward(p, p.x)[1]
     assert [g.shape for g in found] == [p.x.shape, p.w_gate_up.shape, p.w_down.shape, (0, 2)]
     assert not found[1].any() and not found[2].any()
-
-
-@compiled
-def test_in_the_interpreter():
-    rerun(__file__)
 
 
 @compiled

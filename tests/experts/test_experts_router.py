@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import assert_close, prepared, relative_error, submodule
-from interpreter import INTERPRETING, compiled, interpreted, rerun
+from interpreter import INTERPRETING, compiled, interpreted, test_in_the_interpreter  # noqa: F401
 from tiny_models import check_the_same, random_model, serve_blocks, tokens
 
 reference, ops_shared = submodule("experts.reference"), submodule("experts.ops_shared")
@@ -534,11 +534,6 @@ def test_blocks_on_a_gpu(kernel, training):
         errors = [(out - logits[0]).norm() / logits[0].norm() for out in logits[1:]]
         assert errors[1] < 1.2 * errors[0]
         assert served.generate(ids[:1, :5], max_new_tokens=4).shape == (1, 9)
-
-
-@compiled
-def test_in_the_interpreter():
-    rerun(__file__)
 
 
 if INTERPRETING:

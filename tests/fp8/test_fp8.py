@@ -8,7 +8,7 @@ import fp8_problems
 import pytest
 import torch
 from conftest import TOLERANCE, assert_close, prepared, relative_error, submodule
-from interpreter import compiled, interpreted, rerun
+from interpreter import compiled, interpreted, test_in_the_interpreter  # noqa: F401
 
 E4M3 = torch.float8_e4m3fn
 call, reference = submodule("fp8.call"), submodule("fp8.reference")
@@ -160,11 +160,6 @@ def test_norms_on_a_gpu():
 def test_values_interpreted():
     """Scales alone to the bit: Triton's interpreter rounds to e4m3 in a way of its own."""
     check_kernels("cpu", False)
-
-
-@compiled
-def test_in_the_interpreter():
-    rerun(__file__)
 
 
 @pytest.mark.gpu

@@ -6,7 +6,7 @@ import fp8_problems
 import pytest
 import torch
 from conftest import prepared, submodule
-from interpreter import compiled, interpreted, rerun
+from interpreter import compiled, interpreted, test_in_the_interpreter  # noqa: F401
 
 reference, dispatch = submodule("experts.reference"), submodule("runtime.dispatch")
 quantiser, models = submodule("fp8.reference"), submodule("models.fp8_experts")
@@ -92,11 +92,6 @@ def test_a_call_interpreted():
         found = by_kernels(*problem)
         assert error(found, reference.fp8_experts_fwd(*problem)) < 0.15
     assert not found[0].isnan().any()
-
-
-@compiled
-def test_in_the_interpreter():
-    rerun(__file__)
 
 
 def test_the_reference_is_the_formula():

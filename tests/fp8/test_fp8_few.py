@@ -4,7 +4,7 @@ import fp8_problems
 import pytest
 import torch
 from conftest import prepared, submodule
-from interpreter import compiled, interpreted, rerun
+from interpreter import compiled, interpreted, test_in_the_interpreter  # noqa: F401
 
 reference, product = submodule("fp8.reference"), submodule("fp8.product")
 calls = submodule("fp8.call")
@@ -198,11 +198,6 @@ def test_parts_of_k_interpreted(monkeypatch):
 def test_mlps_interpreted():
     """Triton's interpreter rounds to e4m3 and bf16 in ways of its own."""
     check_mlp("cpu", 0.12)
-
-
-@compiled
-def test_in_the_interpreter():
-    rerun(__file__)
 
 
 def test_the_references():

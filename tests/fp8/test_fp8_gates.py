@@ -6,7 +6,7 @@ import fp8_problems
 import pytest
 import torch
 from conftest import prepared, submodule
-from interpreter import compiled, interpreted, rerun
+from interpreter import compiled, interpreted, test_in_the_interpreter  # noqa: F401
 
 dispatch, reference = submodule("runtime.dispatch"), submodule("fp8.reference")
 attention, layer, fp8 = (submodule(f"{room}.call") for room in ("attention", "gdn_layer", "fp8"))
@@ -133,11 +133,6 @@ def test_gated_norms_interpreted():
 @interpreted
 def test_decoding_interpreted():
     check_decoding("cpu")
-
-
-@compiled
-def test_in_the_interpreter():
-    rerun(__file__)
 
 
 def test_the_references():

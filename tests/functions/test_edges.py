@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import TOLERANCE, assert_close, computed, prepared, relative_error, submodule
 from gdn_gradients import Case
-from interpreter import compiled, interpreted, rerun
+from interpreter import compiled, interpreted, test_in_the_interpreter  # noqa: F401
 from torch.utils._python_dispatch import TorchDispatchMode
 
 layer, layer_calls = submodule("gdn_layer.reference.layer"), submodule("gdn_layer.call")
@@ -413,11 +413,6 @@ def test_watchers_meet_operators_without_gradients_too(kernel, monkeypatch):
         y = kernel.fused_swiglu(x, w_gate, w_up)
     assert "swiglu_fwd.default" in watch.seen
     assert torch.equal(y, kernel.fused_swiglu(x, w_gate, w_up))
-
-
-@compiled
-def test_in_the_interpreter():
-    rerun(__file__)
 
 
 @pytest.mark.gpu

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 from conftest import submodule
-from interpreter import compiled, interpreted, rerun
+from interpreter import compiled, interpreted, test_in_the_interpreter  # noqa: F401
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
@@ -51,11 +51,6 @@ def test_places_lie_within(span):
                 assert 0 <= start // span + n + at < rows, (ends, row)
             token = min(row * span, T - 1)
             assert 0 <= n1 < N and 0 <= start1 <= min(token + 40, T - 1) and stop1 <= T
-
-
-@compiled
-def test_in_the_interpreter():
-    rerun(__file__)
 
 
 @pytest.mark.gpu

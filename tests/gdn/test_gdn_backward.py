@@ -5,7 +5,7 @@ import pytest
 import torch
 from conftest import gdn_inputs, relative_error, submodule
 from gdn_gradients import GRADS, Case
-from interpreter import compiled, interpreted, rerun
+from interpreter import compiled, interpreted, test_in_the_interpreter  # noqa: F401
 
 written_out = submodule("gdn.reference.backward")
 train, calls = submodule("gdn.ops_train"), submodule("gdn.call")
@@ -56,11 +56,6 @@ def test_written_out(options):
 def test_written_out_for_gates(gates):
     case = Case(1, 130, 1, 2, 8, 8, torch.float64, gates=gates)
     compare(case.gradients(written_out), case.expected(), torch.float64)
-
-
-@compiled
-def test_in_the_interpreter():
-    rerun(__file__)
 
 
 # what an option does is seen best in fp32; fp16 takes other products

@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import assert_close, computed, gdn_inputs, relative_error, submodule
 from gdn_problems import arguments
-from interpreter import INTERPRETING, compiled, interpreted, rerun
+from interpreter import INTERPRETING, compiled, interpreted, test_in_the_interpreter  # noqa: F401
 
 call, reference = submodule("gdn.call"), submodule("gdn.reference.chunk")
 
@@ -189,11 +189,6 @@ def test_gate_and_beta_in_the_kernel_interpreted():
     x = gdn_inputs(1, 70, 2, 2, 16, 16, torch.float16)
     gate = {"A_log": torch.tensor([-1.0, 2.0]), "dt_bias": torch.tensor([30.0, -1.0])}
     check("portable", arguments(x, **gate, use_beta_sigmoid=True, allow_neg_eigval=True))
-
-
-@compiled
-def test_in_the_interpreter():
-    rerun(__file__)
 
 
 # ---- on a GPU

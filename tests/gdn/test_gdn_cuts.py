@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import PACKAGE, assert_close, gdn_inputs, submodule
 from gdn_problems import arguments
-from interpreter import compiled, interpreted, rerun
+from interpreter import compiled, interpreted, test_in_the_interpreter  # noqa: F401
 from test_gdn_chunk import cu, implementation, run  # noqa: F401
 
 triton = pytest.importorskip("triton")
@@ -143,11 +143,6 @@ def test_chain_at_cuts_interpreted(monkeypatch, lengths, packed):
     chain(lengths, packed, 4, "cpu")
     pool = torch.randn(6, 2, D, D).half()
     chain(lengths, packed, 4, "cpu", pool, torch.tensor([5, 1, -1, 0][: len(lengths)]))
-
-
-@compiled
-def test_in_the_interpreter():
-    rerun(__file__)
 
 
 @pytest.mark.gpu

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import submodule
-from interpreter import compiled, interpreted, rerun
+from interpreter import compiled, interpreted, test_in_the_interpreter  # noqa: F401
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
@@ -72,11 +72,6 @@ def check(prepare, device, dtype, D=128, every=1):
 @interpreted
 def test_one_formula_interpreted():
     check(submodule("gdn.portable.prepare").Prepare, "cpu", torch.float32, D=16, every=33)
-
-
-@compiled
-def test_in_the_interpreter():
-    rerun(__file__)
 
 
 @compiled

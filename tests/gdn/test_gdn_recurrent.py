@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import assert_close, computed, gdn_inputs, prepared, relative_error, submodule
-from interpreter import INTERPRETING, compiled, interpreted, rerun
+from interpreter import INTERPRETING, compiled, interpreted, test_in_the_interpreter  # noqa: F401
 
 reference, calls = submodule("gdn.reference.recurrent"), submodule("gdn.call")
 
@@ -389,11 +389,6 @@ class Kernel:
 @interpreted
 class TestInterpreted(Kernel):
     pass
-
-
-@compiled
-def test_in_the_interpreter():
-    rerun(__file__)
 
 
 @compiled

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 from conftest import TOLERANCE, computed, relative_error, submodule
-from interpreter import INTERPRETING, compiled, interpreted, rerun
+from interpreter import INTERPRETING, compiled, interpreted, test_in_the_interpreter  # noqa: F401
 
 calls, reference = submodule("gdn.call"), submodule("gdn.reference.replay")
 recurrent = submodule("gdn.reference.recurrent")
@@ -507,11 +507,6 @@ class Kernel(Either):
 @interpreted
 class TestInterpreted(Kernel):
     pass
-
-
-@compiled
-def test_in_the_interpreter():
-    rerun(__file__)
 
 
 @compiled

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from conftest import assert_close, prepared, relative_error, submodule
-from interpreter import INTERPRETING, compiled, interpreted, rerun
+from interpreter import INTERPRETING, compiled, interpreted, test_in_the_interpreter  # noqa: F401
 
 reference = submodule("gdn_layer.reference.layer")
 fused, calls = submodule("gdn_layer.reference.fused"), submodule("gdn_layer.call")
@@ -316,11 +316,6 @@ class Kernel:
 @interpreted
 class TestInterpreted(Kernel):
     pass
-
-
-@compiled
-def test_in_the_interpreter():
-    rerun(__file__)
 
 
 @compiled

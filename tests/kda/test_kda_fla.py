@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import load_package, submodule
-from interpreter import INTERPRETING, compiled, interpreted, rerun
+from interpreter import INTERPRETING, compiled, interpreted, test_in_the_interpreter  # noqa: F401
 from kda_problems import terms_of_A_log, wide
 
 kernel = load_package()
@@ -453,8 +453,3 @@ def test_kernels_compute_in_the_interpreter():
     with submodule("runtime.dispatch").served() as record:
         results(kernel.chunk_kda, x, torch.ones_like(x["v"]), torch.ones_like(x["initial_state"]))
     assert record == {"kda_chunk_fwd": ["portable"], "kda_chunk_bwd": ["portable"]}
-
-
-@compiled
-def test_in_the_interpreter():
-    rerun(__file__)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import assert_close, computed, load_package, relative_error, submodule
-from interpreter import INTERPRETING, compiled, interpreted, rerun
+from interpreter import INTERPRETING, compiled, interpreted, test_in_the_interpreter  # noqa: F401
 from kda_problems import GATES, calls, kda_inputs, terms_of_A_log, wide
 
 reference, decoding = submodule("kda.reference.chunk"), submodule("kda.reference.recurrent")
@@ -449,11 +449,6 @@ class TestTokensInterpreted(Tokens):
 @interpreted
 class TestGradientsInterpreted(Gradients):
     pass
-
-
-@compiled
-def test_in_the_interpreter():
-    rerun(__file__)
 
 
 # ---- on a GPU

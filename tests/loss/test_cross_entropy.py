@@ -7,7 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import assert_close, relative_error, submodule
-from interpreter import INTERPRETING, compiled, interpreted, rerun
+from interpreter import (  # noqa: F401
+    INTERPRETING,
+    compiled,
+    interpreted,
+    test_in_the_interpreter,
+)
 
 calls, ops, reference = (submodule(f"loss.{x}") for x in ("call", "ops", "reference"))
 kernels = submodule("loss.portable.cross_entropy")
@@ -123,11 +128,6 @@ def test_a_target_that_is_no_word_is_an_error(where):
         target[2] = wrong
         with pytest.raises(RuntimeError, match="targets must be -100 or 0 to 39"):
             by_kernel(logits, target, True)
-
-
-@compiled
-def test_rerun_in_the_interpreter():
-    rerun(__file__)
 
 
 @compiled

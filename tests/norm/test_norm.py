@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import TOLERANCE, assert_close, prepared, relative_error, submodule
-from interpreter import INTERPRETING, compiled, interpreted, rerun
+from interpreter import INTERPRETING, compiled, interpreted, test_in_the_interpreter  # noqa: F401
 
 MODES = [("llama", 0.0), ("gemma", 1.0), ("gemma", 0.0)]
 WIDTHS = [1, 7, 200, 20000] if INTERPRETING else [1, 7, 64, 2560, 4096, 5120, 8192, 20000]
@@ -314,11 +314,6 @@ class TestGpu(Kernel):
         dx, _ = gradients(x, rstd, weight, y, None, 0.0, True)
         right, _ = reference.rms_norm_bwd(last, rstd_last, weight, y[-5:], None, 0.0, True)
         assert_close(dx[-5:], right)
-
-
-@compiled
-def test_in_the_interpreter():
-    rerun(__file__)
 
 
 @compiled

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import assert_close, submodule
-from interpreter import compiled, interpreted, rerun
+from interpreter import compiled, interpreted, test_in_the_interpreter  # noqa: F401
 
 reference, portable = submodule("projection.reference"), "projection.portable.project"
 calls = submodule("projection.call")
@@ -59,11 +59,6 @@ def check(dtype, device, monkeypatch):
 @interpreted
 def test_values_interpreted(monkeypatch):
     check(torch.float16, "cpu", monkeypatch)
-
-
-@compiled
-def test_in_the_interpreter():
-    rerun(__file__)
 
 
 @pytest.mark.gpu

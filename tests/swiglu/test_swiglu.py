@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from conftest import assert_close, prepared, relative_error, submodule
-from interpreter import INTERPRETING, compiled, interpreted, rerun
+from interpreter import INTERPRETING, compiled, interpreted, test_in_the_interpreter  # noqa: F401
 
 reference = submodule("swiglu.reference")
 
@@ -99,11 +99,6 @@ def test_portable_unequal_and_far_strides_interpreted():
     run = serve("portable")
     check(run, (x, w_gate, w_up.t().contiguous().t(), None, None), "silu")
     check(run, (far, w_gate, w_up, None, None), "relu")
-
-
-@compiled
-def test_in_the_interpreter():
-    rerun(__file__)
 
 
 # hopper serves more rows than portable's small tiles; whole tiles, ragged M, N and K, many waves

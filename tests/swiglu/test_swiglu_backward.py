@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import relative_error, submodule
-from interpreter import compiled, interpreted, rerun
+from interpreter import compiled, interpreted, test_in_the_interpreter  # noqa: F401
 
 NAMES = ("x", "w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")
 # a product of operands that were rounded once or twice: RMS of the rounding times a few
@@ -258,11 +258,6 @@ def stand_in(kernel):
     kernel.fused_swiglu_mlp(*leaves, main_grad=True).backward(dy)
     assert leaves[1].grad_added_to_main_grad and leaves[1].main_grad.any()
     assert not leaves[1].grad.any()
-
-
-@compiled
-def test_in_the_interpreter():
-    rerun(__file__)
 
 
 # whole tiles; ragged in every dimension; too few rows and odd sizes, which portable serves
