@@ -24,7 +24,7 @@ CASES = [(B, HV, state, T) for state in (torch.float32, torch.bfloat16) for T in
          if T == 1 or (B, state) == (64, torch.float32)]  # fmt: skip
 
 
-def period(package, ring, B, T) -> list:
+def period(package, ring, T) -> list:
     """Cursors [1, 2] from one write of the state to the next."""
     cursor, found, flushed = torch.zeros(1, 2, dtype=torch.int32, device="cuda"), [], 0
     accepted = None if T == 1 else torch.full((1,), ACCEPTED, device="cuda")
@@ -71,7 +71,7 @@ def compare(package, B, HV, dtype, T, by_token, by_drafts) -> dict:
     ]
     for ring in rings:
         ring.k.normal_(), ring.u.normal_(0, 0.01), ring.g.fill_(-0.1)
-    steps = period(package, rings[0], B, T)
+    steps = period(package, rings[0], T)
     places = torch.cat(steps)
     n = torch.arange(B, device="cuda")
     staggered = [places[(n + t) % len(steps)].contiguous() for t in range(len(steps))]

@@ -99,10 +99,10 @@ def has_shape_of(name: str, x: object, first: str, y: torch.Tensor) -> None:
         )
 
 
-def has_dtype(name: str, x: torch.Tensor, allowed: Sequence[torch.dtype], why: str = "") -> None:
+def has_dtype(name: str, x: torch.Tensor, allowed: Sequence[torch.dtype]) -> None:
     if x.dtype not in allowed:
         names = ", ".join(str(dtype).replace("torch.", "") for dtype in allowed)
-        raise TypeError(f"{name} must be of dtype {names}{why}, got {x.dtype}")
+        raise TypeError(f"{name} must be of dtype {names}, got {x.dtype}")
 
 
 def is_floating(name: str, x: torch.Tensor) -> None:

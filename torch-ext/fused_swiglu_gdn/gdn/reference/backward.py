@@ -52,7 +52,7 @@ def _chunked(x: Inputs, do, S, dS):
     T = x.v.shape[3]
     if T == 0:
         return Inputs(*(torch.zeros_like(y) for y in x)), dS
-    x, do = Inputs(*(to_chunks(y, 3) for y in x)), to_chunks(do, 3)
+    x, do = Inputs(*(to_chunks(y) for y in x)), to_chunks(do)
     G = x.g.cumsum(-1)  # [B, H, R, NT, C]
     future = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=G.device).triu(1)
     decay = (G.unsqueeze(-1) - G.unsqueeze(-2)).masked_fill(future, float("-inf")).exp()

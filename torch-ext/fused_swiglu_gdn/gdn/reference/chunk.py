@@ -20,12 +20,12 @@ from ..chunks import CHUNK
 from .common import Inputs, no_tokens, run, stacked, without_autocast, write_pool
 
 
-def to_chunks(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Pads the token dimension with zeros and splits it into [NT, C]."""
-    pad = -x.shape[dim] % CHUNK
+def to_chunks(x: torch.Tensor) -> torch.Tensor:
+    """Pads the tokens of x [B, H, R, T, ..] with zeros and splits them into [NT, C]."""
+    pad = -x.shape[3] % CHUNK
     if pad:
-        x = F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, pad])
-    return x.unflatten(dim, (-1, CHUNK))
+        x = F.pad(x, [0, 0] * (x.ndim - 4) + [0, pad])
+    return x.unflatten(3, (-1, CHUNK))
 
 
 def _chunked(x: Inputs, S: torch.Tensor, checkpoint_every: int):
@@ -33,7 +33,7 @@ def _chunked(x: Inputs, S: torch.Tensor, checkpoint_every: int):
     T = x.v.shape[3]
     if T == 0:
         return no_tokens(x, S), S, []
-    q, k, v, g, beta = (to_chunks(y, 3) for y in x)  # padding: beta = 0 and g = 0 change nothing
+    q, k, v, g, beta = (to_chunks(y) for y in x)  # padding: beta = 0 and g = 0 change nothing
     G = g.cumsum(-1)  # [B, H, R, NT, C]
     future = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).triu(1)
     decay = (G.unsqueeze(-1) - G.unsqueeze(-2)).masked_fill(future, float("-inf")).exp()

@@ -83,7 +83,7 @@ def causal_conv1d_fwd(
         y = y + at_least_fp32(bias).unsqueeze(-1)
     if activation is not None:
         y = F.silu(y)
-    final = _final_inputs(wide, history, cu_seqlens, W) if return_final_states else None
+    final = _final_inputs(wide, history, cu_seqlens) if return_final_states else None
     return y.to(x.dtype), None if final is None else final.to(x.dtype)
 
 
@@ -116,7 +116,8 @@ def _conv_by_seq_idx(x, weight, seq_idx):
     return y
 
 
-def _final_inputs(x, history, cu_seqlens, W):
+def _final_inputs(x, history, cu_seqlens):
+    """The last inputs of each sequence, shaped as history [N, D, W - 1]."""
     if cu_seqlens is None:
         return torch.cat([history, x], -1)[..., x.shape[-1] :]
     cu = cu_seqlens.tolist()

@@ -35,7 +35,7 @@ def _chunked(x: Inputs, do, S, dS):
     T = x.v.shape[3]
     if T == 0:
         return Inputs(*(torch.zeros_like(y) for y in x)), dS
-    x, do = Inputs(*(to_chunks(y, 3) for y in x)), to_chunks(do, 3)
+    x, do = Inputs(*(to_chunks(y) for y in x)), to_chunks(do)
     q, k, g = x.q, x.k, x.g
     A, P = lower_products(q, k, g)
     gam, k_end = g.cumsum(-2).exp(), lost_until_end(g) * k  # [B, H, R, NT, C, K]

@@ -30,7 +30,7 @@ def _chunked(x: Inputs, S: torch.Tensor, checkpoint_every: int):
     T = x.v.shape[3]
     if T == 0:
         return no_tokens(x, S), S, []
-    q, k, v, g, beta = (to_chunks(y, 3) for y in x)  # padding: beta = 0 and g = 0 change nothing
+    q, k, v, g, beta = (to_chunks(y) for y in x)  # padding: beta = 0 and g = 0 change nothing
     A, P = lower_products(q, k, g)
     T_beta = solved(A, beta)  # [B, H, R, NT, C, C]
     gam = g.cumsum(-2).exp()  # [B, H, R, NT, C, K]

@@ -94,7 +94,7 @@ def input_gradient(d_gate_up, w_gate, w_up) -> torch.Tensor:
 
 def _saving_fwd(x, w_gate, w_up, b_gate, b_up, activation: str):
     """(z [M, N], gate_up [M, 2 N]) by the faster of the two ways."""
-    if tailed.serves_forward(x, w_gate, b_gate, b_up):
+    if tailed.serves_forward(x, b_gate, b_up):
         return tailed.saving_fwd(x, w_gate, w_up, activation)
     return plain.saving_fwd(x, w_gate, w_up, b_gate, b_up, activation)
 

@@ -65,7 +65,7 @@ def _launch(kernel, where, tiles_n: int, maps: tuple, sizes: tuple, constexprs: 
     )
 
 
-def serves_forward(x, w_gate, b_gate, b_up) -> bool:
+def serves_forward(x, b_gate, b_up) -> bool:
     """True if the kernel takes a call of prepare_swiglu_saving_fwd and is the faster way."""
     if b_gate is not None or b_up is not None or not device.has_wgmma(x.device):
         return False
