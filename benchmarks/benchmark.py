@@ -6,8 +6,11 @@ import torch.nn.functional as F
 from kernels.benchmark import Benchmark
 
 
-class _Sizes:
-    """Weights scaled so that z is small beside the runner's absolute tolerance."""
+class _Workloads:
+    """Decoding one sequence and 64, and a prefill of 512 tokens.
+
+    Weights scaled so that z is small beside the runner's absolute tolerance.
+    """
 
     K, N = 0, 0
 
@@ -25,34 +28,28 @@ class _Sizes:
     def reference(self):
         return F.silu(F.linear(self.x, self.w_gate)) * F.linear(self.x, self.w_up)
 
+    def setup_decode_1(self):
+        self.tensors(1)
 
-def _workloads(K, N):
-    """Decoding one sequence and 64, and a prefill of 512 tokens, at one model's sizes."""
+    def setup_decode_64(self):
+        self.tensors(64)
 
-    class Workloads(_Sizes):
-        def setup_decode_1(self):
-            self.tensors(1)
+    def setup_prefill_512(self):
+        self.tensors(512)
 
-        def setup_decode_64(self):
-            self.tensors(64)
-
-        def setup_prefill_512(self):
-            self.tensors(512)
-
-        benchmark_decode_1 = benchmark_decode_64 = benchmark_prefill_512 = _Sizes.run
-        verify_decode_1 = verify_decode_64 = verify_prefill_512 = _Sizes.reference
-
-    Workloads.K, Workloads.N = K, N
-    return Workloads
+    benchmark_decode_1 = benchmark_decode_64 = benchmark_prefill_512 = run
+    verify_decode_1 = verify_decode_64 = verify_prefill_512 = reference
 
 
-class SwigluQwen3Small(_workloads(1024, 3072), Benchmark):
+class SwigluQwen3Small(_Workloads, Benchmark):
     """Qwen3-0.6B."""
 
     seed = 0
+    K, N = 1024, 3072
 
 
-class SwigluLlama8B(_workloads(4096, 14336), Benchmark):
+class SwigluLlama8B(_Workloads, Benchmark):
     """Llama-3.1-8B."""
 
     seed = 0
+    K, N = 4096, 14336

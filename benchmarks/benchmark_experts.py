@@ -6,8 +6,11 @@ import torch.nn.functional as F
 from kernels.benchmark import Benchmark
 
 
-class _Sizes:
-    """Weights scaled so that the result is small beside the runner's absolute tolerance."""
+class _Workloads:
+    """Decoding one sequence and 64, and a prefill of 512 tokens.
+
+    Weights scaled so that the result is small beside the runner's absolute tolerance.
+    """
 
     E, K, H, N = 0, 0, 0, 0  # experts, slots of a token, model width, hidden width
 
@@ -33,34 +36,28 @@ class _Sizes:
             out.index_add_(0, token, y.float() * self.weights[token, slot, None])
         return out.to(self.x.dtype)
 
+    def setup_decode_1(self):
+        self.tensors(1)
 
-def _workloads(E, K, H, N):
-    """Decoding one sequence and 64, and a prefill of 512 tokens, at one model's sizes."""
+    def setup_decode_64(self):
+        self.tensors(64)
 
-    class Workloads(_Sizes):
-        def setup_decode_1(self):
-            self.tensors(1)
+    def setup_prefill_512(self):
+        self.tensors(512)
 
-        def setup_decode_64(self):
-            self.tensors(64)
-
-        def setup_prefill_512(self):
-            self.tensors(512)
-
-        benchmark_decode_1 = benchmark_decode_64 = benchmark_prefill_512 = _Sizes.run
-        verify_decode_1 = verify_decode_64 = verify_prefill_512 = _Sizes.reference
-
-    Workloads.E, Workloads.K, Workloads.H, Workloads.N = E, K, H, N
-    return Workloads
+    benchmark_decode_1 = benchmark_decode_64 = benchmark_prefill_512 = run
+    verify_decode_1 = verify_decode_64 = verify_prefill_512 = reference
 
 
-class ExpertsQwen35(_workloads(256, 8, 2048, 512), Benchmark):
+class ExpertsQwen35(_Workloads, Benchmark):
     """Qwen3.5-35B-A3B."""
 
     seed = 0
+    E, K, H, N = 256, 8, 2048, 512
 
 
-class ExpertsQwen3(_workloads(128, 8, 2048, 768), Benchmark):
+class ExpertsQwen3(_Workloads, Benchmark):
     """Qwen3-30B-A3B."""
 
     seed = 0
+    E, K, H, N = 128, 8, 2048, 768

@@ -6,8 +6,11 @@ import torch.nn.functional as F
 from kernels.benchmark import Benchmark
 
 
-class _Prefill:
-    """One prompt, q and k normalised in the kernel; the state starts from zero and is returned."""
+class _Workloads:
+    """Prompts of 512 and 2048 tokens.
+
+    One prompt, q and k normalised in the kernel; the state starts from zero and is returned.
+    """
 
     HEADS = (0, 0)
 
@@ -56,31 +59,25 @@ class _Prefill:
         out = torch.cat(out, 1).transpose(0, 1) * 128**-0.5  # [T, HV, V]
         return out[None].to(self.v.dtype)
 
+    def setup_prefill_512(self):
+        self.tensors(512)
 
-def _workloads(H, HV):
-    """Prompts of 512 and 2048 tokens, at one model's heads."""
+    def setup_prefill_2048(self):
+        self.tensors(2048)
 
-    class Workloads(_Prefill):
-        def setup_prefill_512(self):
-            self.tensors(512)
-
-        def setup_prefill_2048(self):
-            self.tensors(2048)
-
-        benchmark_prefill_512 = benchmark_prefill_2048 = _Prefill.run
-        verify_prefill_512 = verify_prefill_2048 = _Prefill.reference
-
-    Workloads.HEADS = (H, HV)
-    return Workloads
+    benchmark_prefill_512 = benchmark_prefill_2048 = run
+    verify_prefill_512 = verify_prefill_2048 = reference
 
 
-class PrefillQwen35Small(_workloads(16, 32), Benchmark):
+class PrefillQwen35Small(_Workloads, Benchmark):
     """16 heads of q and k, 32 of v: Qwen3.5-4B."""
 
     seed = 0
+    HEADS = (16, 32)
 
 
-class PrefillQwen35Large(_workloads(16, 64), Benchmark):
+class PrefillQwen35Large(_Workloads, Benchmark):
     """16 heads of q and k, 64 of v."""
 
     seed = 0
+    HEADS = (16, 64)

@@ -6,8 +6,11 @@ import torch.nn.functional as F
 from kernels.benchmark import Benchmark
 
 
-class _Decode:
-    """One token a sequence, gates raw and q, k normalised in the kernel, the state in place."""
+class _Workloads:
+    """One sequence and 64.
+
+    One token a sequence, gates raw and q, k normalised in the kernel, the state in place.
+    """
 
     HEADS = (0, 0)
 
@@ -48,31 +51,25 @@ class _Decode:
         S = S + k[..., None] * delta[..., None, :]
         return ((S * q[..., None]).sum(-2) * 128**-0.5)[:, None].to(self.q.dtype)
 
+    def setup_decode_1(self):
+        self.tensors(1)
 
-def _workloads(H, HV):
-    """One sequence and 64, at one model's heads."""
+    def setup_decode_64(self):
+        self.tensors(64)
 
-    class Workloads(_Decode):
-        def setup_decode_1(self):
-            self.tensors(1)
-
-        def setup_decode_64(self):
-            self.tensors(64)
-
-        benchmark_decode_1 = benchmark_decode_64 = _Decode.run
-        verify_decode_1 = verify_decode_64 = _Decode.reference
-
-    Workloads.HEADS = (H, HV)
-    return Workloads
+    benchmark_decode_1 = benchmark_decode_64 = run
+    verify_decode_1 = verify_decode_64 = reference
 
 
-class DecodeQwen35Small(_workloads(16, 32), Benchmark):
+class DecodeQwen35Small(_Workloads, Benchmark):
     """16 heads of q and k, 32 of v: Qwen3.5-4B."""
 
     seed = 0
+    HEADS = (16, 32)
 
 
-class DecodeQwen35Large(_workloads(16, 64), Benchmark):
+class DecodeQwen35Large(_Workloads, Benchmark):
     """16 heads of q and k, 64 of v."""
 
     seed = 0
+    HEADS = (16, 64)

@@ -27,25 +27,25 @@ def script(name):
     return module
 
 
-def workloads(name, *sizes):
+def workloads(name, **sizes):
     """The workloads of a file at sizes of a test's."""
     module = script(name)
-    return type("Workloads", (module._workloads(*sizes), module.Benchmark), {})
+    return type("Workloads", (module._Workloads, module.Benchmark), sizes)
 
 
 @pytest.mark.parametrize(
     "name, sizes, size",
     [
-        ("benchmark_gdn_recurrent", (1, 2), 3),
-        ("benchmark_gdn_chunk", (1, 2), 128),
-        ("benchmark", (24, 40), 3),
+        ("benchmark_gdn_recurrent", {"HEADS": (1, 2)}, 3),
+        ("benchmark_gdn_chunk", {"HEADS": (1, 2)}, 128),
+        ("benchmark", {"K": 24, "N": 40}, 3),
     ],
 )
 def test_the_reference_stands_alone(kernel, name, sizes, size):
     """It is timed without ours before it, and again and again: every time the same, from the start,
     which ours may overwrite."""
     torch.manual_seed(0)
-    benchmark = workloads(name, *sizes)()
+    benchmark = workloads(name, **sizes)()
     benchmark.kernel, benchmark.device = kernel, "cpu"
     benchmark.tensors(size)
     first = benchmark.reference()
@@ -58,7 +58,7 @@ def test_the_reference_stands_alone(kernel, name, sizes, size):
 def test_the_reference_reads_every_input(name):
     """An update that is skipped would not."""
     torch.manual_seed(0)
-    benchmark = workloads(name, 1, 2)()
+    benchmark = workloads(name, HEADS=(1, 2))()
     benchmark.device = "cpu"
     benchmark.tensors(64)
     before = benchmark.reference()
