@@ -70,9 +70,9 @@ class ReplayOptions(NamedTuple):
 
 
 def with_sizes(kind):
-    """Adds properties that follow from the tensors to a call type.
+    """Adds properties to a call type: its sizes, which follow from the tensors, and `channels`.
 
-    One of them is true if each channel of the keys has a gate of its own: g is [B, T, HV, K].
+    channels is True if each channel of the keys has a gate of its own, so that g is [B, T, HV, K].
     """
     kind.B = property(lambda call: call.q.shape[0])
     kind.T = property(lambda call: call.q.shape[1])

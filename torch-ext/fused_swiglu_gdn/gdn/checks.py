@@ -179,6 +179,7 @@ def state_dtype(value: object) -> None:
 
 
 def forward_only(function: str, instead: str, **tensors: Optional[torch.Tensor]) -> None:
+    """Checks that no gradient is wanted of any of the tensors."""
     if not torch.is_grad_enabled():
         return
     for name, x in tensors.items():
@@ -302,22 +303,20 @@ def aiter_options(
     use_chunk_hip, use_chunk_flydsl, use_prepare_flydsl, use_exp2, seq_lens_cpu, snapshot_dtype,
     initial_state_indices, inplace_final_state, o, v,
 ) -> None:  # fmt: skip
-    are_flags(
-        use_chunk_hip=use_chunk_hip, use_chunk_flydsl=use_chunk_flydsl,
-        use_prepare_flydsl=use_prepare_flydsl, use_exp2=use_exp2,
-        inplace_final_state=inplace_final_state,
-    )  # fmt: skip
+    """Checks aiter's arguments that chunk_gated_delta_rule does not have."""
+    backends = {
+        "use_chunk_hip": use_chunk_hip,
+        "use_chunk_flydsl": use_chunk_flydsl,
+        "use_prepare_flydsl": use_prepare_flydsl,
+    }
+    are_flags(**backends, use_exp2=use_exp2, inplace_final_state=inplace_final_state)
     if seq_lens_cpu is not None:
         is_tensor("seq_lens_cpu", seq_lens_cpu)
     if snapshot_dtype is not None and not isinstance(snapshot_dtype, torch.dtype):
         kind = type(snapshot_dtype).__name__
         raise TypeError(f"snapshot_dtype must be a torch.dtype or None, got {kind}")
     is_tensor("v", v)
-    for name, value in (
-        ("use_chunk_hip", use_chunk_hip),
-        ("use_chunk_flydsl", use_chunk_flydsl),
-        ("use_prepare_flydsl", use_prepare_flydsl),
-    ):
+    for name, value in backends.items():
         if value:
             raise ValueError(f"{name} must be False: only Triton kernels are here, got {value!r}")
     if inplace_final_state and initial_state_indices is None:

@@ -80,6 +80,7 @@ def _readable(x: torch.Tensor) -> bool:
 
 
 def serves_gradients(dy: torch.Tensor, w_down: torch.Tensor) -> bool:
+    """True if the kernel takes dy and w_down, and dy has so many rows that it is the faster way."""
     if not device.has_wgmma(dy.device) or dy.dtype not in HALF:
         return False
     least = tuning.lookup("hopper_swiglu_training", dy.device)["gradient_rows"]
