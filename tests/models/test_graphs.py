@@ -135,6 +135,8 @@ def test_greedy_tokens_in_bf16(kernel, graph, name, device, batch):
     """The kernels of decoding are those of 16 bits; graphs repeat them to the bit."""
     known = transformers.AutoConfig.for_model(name)
     sizes = {n: x for n, x in WIDER.items() if hasattr(known, n)}
+    if "kv_lora_rank" in FAMILIES[name]:  # latent attention has keys for every head
+        sizes["num_key_value_heads"] = WIDER["num_attention_heads"]
     model = tiny(name, device, **sizes).bfloat16()
     kernel.kernelize(model, cuda_graphs=True)
     ids, mask = padded(batch, 9, device)
