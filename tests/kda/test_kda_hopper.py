@@ -18,13 +18,14 @@ from test_kda_kernels import (
 
 pytest.importorskip("triton")
 hopper = pytest.importorskip("triton.experimental.gluon") and submodule("kda.hopper.chunk")
+device = submodule("runtime.device")
 reference = submodule("kda.reference.chunk")
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
 def served(monkeypatch, x, **options):
     """Whether the prompt is; its gradient is where it is."""
-    monkeypatch.setattr(hopper.device, "has_wgmma", lambda where: True)
+    monkeypatch.setattr(device, "has_wgmma", lambda where: True)
     call = prompt(x, **{"use_qk_l2norm": True, **options})
     found = hopper.prepare_kda_chunk_fwd(call) is not None
     gradient = gradient_of(call, torch.zeros_like(call.v))

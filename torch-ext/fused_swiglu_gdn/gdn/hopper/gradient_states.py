@@ -79,7 +79,7 @@ class Pass:
 
 
 @gluon.jit
-def _chunk(u, i):
+def chunk_at(u, i):
     """Index of the i-th chunk in the order of the pass."""
     return u.chunks - 1 - i if u.REVERSE else i
 
@@ -91,7 +91,7 @@ def _load_partition(u, tb_ptr, first_ptr, last_ptr, first_strides, last_strides,
     BYTES: gl.constexpr = ALWAYS + (C * (D + C) * 2 if u.REVERSE else 0)
     for i in range(u.chunks):
         s = i % STAGES
-        c = _chunk(u, i)
+        c = chunk_at(u, i)
         full = u.full.index(s)
         block = u.block + c * u.heads
         mbarrier.wait(u.empty.index(s), ((i // STAGES) & 1) ^ 1)  # the first round passes at once
@@ -108,7 +108,7 @@ def _load_partition(u, tb_ptr, first_ptr, last_ptr, first_strides, last_strides,
 
 
 @gluon.jit
-def _state_at(ptr, strides, u):
+def state_at(ptr, strides, u):
     """Addresses of this CTA's S^T [64, K] in a tensor of states with strides of head, K and V."""
     v = gl.expand_dims(u.column + gl.arange(0, 64, layout=gl.SliceLayout(1, STATE)), 1)
     k = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, STATE)), 0)
@@ -116,9 +116,9 @@ def _state_at(ptr, strides, u):
 
 
 @gluon.jit
-def _diagonal(u, tb_ptr, i):
+def diagonal(u, tb_ptr, i):
     """beta as on the diagonal of Tb, for the i-th chunk in the order of the pass [C] fp32."""
-    c = gl.maximum(_chunk(u, gl.minimum(i, u.chunks - 1)), 0)
+    c = gl.maximum(chunk_at(u, gl.minimum(i, u.chunks - 1)), 0)
     at = tb_ptr + (u.block + c * u.heads).to(gl.int64) * (C * C)
     return gl.load(at + gl.arange(0, C, layout=TOKEN) * (C + 1))
 
@@ -130,7 +130,7 @@ def _factor(u, s, n: gl.constexpr):
 
 
 @gluon.jit
-def _keep_state(u, S, c):
+def keep_state(u, S, c):
     """Stores S^T, rounded, for chunk c, once the previous store from the buffer has finished."""
     tma_store_wait(0)
     u.state_smem.permute((1, 0)).store(S)
@@ -139,7 +139,7 @@ def _keep_state(u, S, c):
 
 
 @gluon.jit
-def _keep_tokens(u, x, c):
+def keep_tokens(u, x, c):
     """Stores a tile [64, C], rounded, to the tokens of chunk c; rows past the sequence are
     dropped."""
     u.out_smem.permute((1, 0)).store(x)
@@ -149,7 +149,7 @@ def _keep_tokens(u, x, c):
 
 
 @gluon.jit
-def _solve(x, b, beta, DTYPE: gl.constexpr):
+def solve(x, b, beta, DTYPE: gl.constexpr):
     """Starts x b [64, C]; the rounding error of x is compensated through the diagonal."""
     low = x.to(DTYPE)
     lost = (x - low.to(gl.float32)) * gl.expand_dims(beta.to(gl.float32), 0)
@@ -157,7 +157,7 @@ def _solve(x, b, beta, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def _to_state(x, DTYPE: gl.constexpr):
+def to_state(x, DTYPE: gl.constexpr):
     """Converts a tile to the left operand of a product with columns of K."""
     LAYOUT: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
     return gl.convert_layout(as_a(x, DTYPE), LAYOUT, assert_trivial=True)
@@ -173,13 +173,13 @@ def _state_partition(u, tb_ptr, first_ptr, last_ptr, first_strides, last_strides
     DTYPE: gl.constexpr = u.k_desc.dtype
     S = gl.zeros((64, D), gl.float32, STATE)
     if first_ptr is not None:
-        S = gl.load(_state_at(first_ptr, first_strides, u)).to(gl.float32)
+        S = gl.load(state_at(first_ptr, first_strides, u)).to(gl.float32)
         if decay_ptr is not None:
             S = gl.where(u.chunks * C >= RAGGED_END - u.row, S, 0.0)
-    beta = _diagonal(u, tb_ptr, 0)
+    beta = diagonal(u, tb_ptr, 0)
     for i in range(u.chunks):
         s = i % STAGES
-        c = _chunk(u, i)
+        c = chunk_at(u, i)
         k = u.k_smem.index(s)
         low = pin(S.to(DTYPE))
         mbarrier.wait(u.full.index(s), (i // STAGES) & 1)
@@ -189,33 +189,33 @@ def _state_partition(u, tb_ptr, first_ptr, last_ptr, first_strides, last_strides
             zero = gl.zeros((64, C), gl.float32, TILE)
             z = warpgroup_mma(do, u.p_smem.index(s), zero, use_acc=False, is_async=True)
         if decay_ptr is None:
-            _keep_state(u, low, c)
+            keep_state(u, low, c)
         x = u.in_smem.index(s).permute((1, 0)).load(TILE).to(gl.float32)
         gam = u.f_smem.index(s).slice(3 * C, C).load(gl.SliceLayout(1, STATE))
         if u.REVERSE:
             y, z = warpgroup_mma_wait(0, (y, z))
-            y = _solve(z + _factor(u, s, 1) * y, u.t_smem.index(s), beta, DTYPE)
+            y = solve(z + _factor(u, s, 1) * y, u.t_smem.index(s), beta, DTYPE)
             S = pin(S * gl.expand_dims(gam, 1))
             S = warpgroup_mma(
-                _to_state(x * _factor(u, s, 2), DTYPE), u.q_smem.index(s), S, is_async=True
+                to_state(x * _factor(u, s, 2), DTYPE), u.q_smem.index(s), S, is_async=True
             )
-            beta = _diagonal(u, tb_ptr, i + 1)
+            beta = diagonal(u, tb_ptr, i + 1)
             y, S = warpgroup_mma_wait(0, (y, S))
             more = -y * _factor(u, s, 0)
         else:
             y = warpgroup_mma_wait(0, (y,))
-            y = _solve(x - _factor(u, s, 0) * y, u.t_smem.index(s).permute((1, 0)), beta, DTYPE)
-            beta = _diagonal(u, tb_ptr, i + 1)
+            y = solve(x - _factor(u, s, 0) * y, u.t_smem.index(s).permute((1, 0)), beta, DTYPE)
+            beta = diagonal(u, tb_ptr, i + 1)
             y = warpgroup_mma_wait(0, (y,))
             S = pin(S * gl.expand_dims(gam, 1))
             more = y * _factor(u, s, 1)
-        S = warpgroup_mma(_to_state(more, DTYPE), k, S, is_async=True)
+        S = warpgroup_mma(to_state(more, DTYPE), k, S, is_async=True)
         if decay_ptr is None:
-            _keep_tokens(u, y.to(DTYPE), c)
+            keep_tokens(u, y.to(DTYPE), c)
         S = warpgroup_mma_wait(0, (S,))
         mbarrier.arrive(u.empty.index(s), count=1)
     if last_ptr is not None:
-        gl.store(_state_at(last_ptr, last_strides, u), S.to(last_ptr.dtype.element_ty))
+        gl.store(state_at(last_ptr, last_strides, u), S.to(last_ptr.dtype.element_ty))
     tma_store_wait(0)
     if not u.REVERSE:
         wait_for_predecessor()  # launches after this one then come after both

@@ -1,6 +1,6 @@
 """Chunked Kimi Delta Attention on Hopper: prepare in one launch, then the scan (docs/kda.md)."""
 
-from typing import Callable, Optional, Union
+from typing import Callable, Optional
 
 import torch
 
@@ -8,71 +8,14 @@ from ...gdn.chunks import CHUNK
 from ...gdn.hopper.chunk import dense_heads
 from ...gdn.hopper.plan import CAP, REGISTERS, block_map, lies_for_tma, token_map
 from ...gdn.hopper.scan import gdn_scan_fwd_kernel
-from ...runtime import device
-from ...runtime.dtypes import HALF, SERVED
+from ...runtime.dtypes import SERVED
 from ...runtime.gluon import tile_map
-from ...runtime.launch import Launch, aligned, by_alignment, steps
-from ..call import KdaBackward, KdaCall
-from ..portable import backward
+from ...runtime.launch import Launch, aligned, by_alignment
+from ..call import KdaCall
 from ..portable import chunk as portable
 from ..portable.recurrent import on_dense_gates
-from .prepare import kda_prepare_fwd_kernel
-
-HEAD_DIM = 128
-PREPARE_CAP = 168  # registers of a thread of prepare: three programs a multiprocessor
-
-
-class Prepare:
-    """The launch of prepare for calls of one kind: shapes, strides, dtypes and options are
-    known."""
-
-    __slots__ = ("kernel", "rows", "shape", "keep")
-
-    def __init__(self, call: Union[KdaCall, KdaBackward], keep: bool = False):
-        """keep: for the gradient."""
-        q, k, H, HV, options = call.q, call.k, call.H, call.HV, call.options
-        self.rows, self.shape, self.keep = call.rows, (call.B, call.T, HV, call.K), keep
-        packed, block = call.cu_seqlens is not None, block_map(self.rows * HV, q.dtype)
-        tokens = (token_map(x.shape, x.stride(), x.dtype, 32, packed) for x in (q, k, call.g))
-        kept = block_map(self.rows * HV, torch.float16) if keep else None
-        chunks = (call.T, call.N, -(-call.T // CHUNK))
-        self.kernel = Launch(
-            kda_prepare_fwd_kernel, self.rows * HV, q.device, maps=(*tokens, block, block, kept),
-            numbers=(steps(call.beta), *chunks, options.scale),
-            constexprs=(HV, HV // H, options.beta_max, options.lower_bound),
-            options=(("num_warps", 4), ("maxnreg", PREPARE_CAP)), guarded=True,
-        )  # fmt: skip
-
-    def __call__(self, q, k, g, beta, A_log, dt_bias, cu_seqlens) -> tuple:
-        """Tb, P [rows, HV, C, C]; Kd, Qd, Ke [B, T, HV, K]; gam [rows, HV, K] fp32; and with `keep`
-        what the portable Prepare returns behind them."""
-        rows, (*_, HV, K) = self.rows, self.shape
-        tb, p = q.new_empty((2, rows, HV, CHUNK, CHUNK)).unbind(0)
-        kd, qd, ke = q.new_empty((3, *self.shape)).unbind(0)
-        gam = g.new_empty((rows, HV, K), dtype=torch.float32)
-        factors = kept = None
-        if self.keep:
-            kept = tb.new_empty(tb.shape, dtype=torch.float16)
-            factors = gam.new_empty((rows, HV, 3, CHUNK))
-        inputs = (q, k, g, tb, p, kept, beta, A_log, dt_bias, cu_seqlens)
-        self.kernel(*inputs, kd, qd, ke, gam, factors)
-        return tb, p, kd, qd, ke, gam, factors, kept
-
-
-def computes(call: Union[KdaCall, KdaBackward]) -> bool:
-    """True for calls whose prepare this kernel computes, if q, k and g begin at multiples of 16
-    bytes: with keys of length 1, whose products fit fp16."""
-    return (
-        device.has_wgmma(call.device)
-        and call.options.use_qk_l2norm
-        and call.q.dtype in HALF
-        and call.q.dtype == call.k.dtype == call.v.dtype
-        and call.K == HEAD_DIM
-        and call.HV > 0
-        and 0 < call.B * call.T < 2**30
-        and (call.cu_seqlens is None or call.N > 0)
-        and all(map(lies_for_tma, (call.q, call.k, call.g)))
-    )
+from .backward import prepare_kda_chunk_bwd  # noqa: F401
+from .plan import HEAD_DIM, Prepare, computes
 
 
 def prepare_kda_chunk_fwd(call: KdaCall) -> Optional[Callable]:
@@ -89,16 +32,6 @@ def _prepare(call: KdaCall) -> Optional[Callable]:
 
 def _made(call: KdaCall) -> Callable:
     return (Chunked if aligned(*call[:4]) else portable.Chunked)(call)
-
-
-def prepare_kda_chunk_bwd(call: KdaBackward) -> Optional[Callable]:
-    """The function that prepare_kda_chunk_bwd of portable/backward.py describes, with the prepare
-    above; None for other calls."""
-    return backward.prepare_kda_chunk_bwd(call, _prepare_kind) if computes(call) else None
-
-
-def _prepare_kind(call: KdaBackward) -> type:
-    return Prepare if aligned(call.q, call.k, call.g) else portable.Prepare
 
 
 class Scan:

@@ -25,12 +25,15 @@ from .recurrent import on_dense_gates
 
 
 def prepare_kda_chunk_bwd(
-    call: KdaBackward, prepare_kind: Callable = lambda call: Prepare
+    call: KdaBackward,
+    prepare_kind: Callable = lambda call: Prepare,
+    states_kind: Callable = lambda call, do: gdn_backward_states,
 ) -> Optional[Callable]:
     """The call's tensors -> dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial_state; None for
     arguments that were not given.
 
-    For the head dims and dtypes of has_gradient. prepare_kind(call): the class of the first launch.
+    For the head dims and dtypes of has_gradient. prepare_kind(call): the class of the first launch;
+    states_kind(call, do): the function of the passes over the states.
     """
     fits = has_gradient(call.K, call.V, call.q.dtype, call.q.device) and call.HV > 0
     if not fits or not {call.g.dtype, call.beta.dtype}.issubset(SERVED):
@@ -38,7 +41,8 @@ def prepare_kda_chunk_bwd(
 
     def prepare(call: KdaBackward) -> Callable:
         options = call.options
-        return lambda *tensors: _gradients(KdaBackward(*tensors, options), prepare_kind)
+        kinds = (prepare_kind, states_kind)
+        return lambda *tensors: _gradients(KdaBackward(*tensors, options), *kinds)
 
     return on_dense_gates(prepare, call, "initial_state", "do", "d_final_state")
 
@@ -71,7 +75,7 @@ def _gates(call: KdaBackward, given: KdaBackward, dg, sums) -> tuple:
     return cut(dg, given.K), dA_log, ddt_bias
 
 
-def _gradients(call: KdaBackward, prepare_kind: Callable) -> tuple:
+def _gradients(call: KdaBackward, prepare_kind: Callable, states_kind: Callable) -> tuple:
     given = call
     do, d_final = near(padded(call.do, 0)), call.d_final_state
     d_final = None if d_final is None else padded(d_final, 1)
@@ -83,7 +87,7 @@ def _gradients(call: KdaBackward, prepare_kind: Callable) -> tuple:
         prepared = prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens)
         tb, p, kd, qd, ke, gam, gates, kept = prepared
         decayed = call._replace(q=qd, k=kd)
-        h, dh, vt, dv, d_initial = gdn_backward_states(
+        h, dh, vt, dv, d_initial = states_kind(call, do)(
             decayed, do, d_final, tb, p, gam, config["states"], ke
         )
         pairs, dbeta = kda_backward_pairs(call, gates, do, vt, dv, config["pairs"])
