@@ -228,6 +228,22 @@ class TestGradients(Problems):
         x["beta"][:, ::3], x["beta"][:, 1::3] = 0, 1e-14
         check_backward(x)
 
+    @pytest.mark.parametrize("v_first", [False, True])
+    @pytest.mark.parametrize("state", [torch.float32, BF16])
+    def test_packed_from_states(self, state, v_first):
+        x = inputs(280, gates="slow")
+        x["initial_state"] = torch.randn(5, 4, 128, 128, device="cuda").to(state)
+        check_backward(x, cu_seqlens=ends(0, 66, 1, 132, 81, device="cuda"), state_v_first=v_first)
+
+    @pytest.mark.parametrize("V, name", [(128, "kda_states_kernel"), (64, "_states_bwd_kernel")])
+    def test_launches(self, V, name):
+        names, call = [], prompt(inputs(200, V=V), use_qk_l2norm=True)
+        call = gradient_of(call, torch.zeros_like(call.v))
+        launches = submodule("runtime.launch")
+        with launches.watched(lambda launch, tensors: names.append(launch.kernel.__name__)):
+            hopper.prepare_kda_chunk_bwd(call)(*call.tensors)
+        assert name in names
+
     @pytest.mark.parametrize("scale", [1e-6, 1e6])
     def test_scales(self, scale):
         check_backward(inputs(200), scale=scale)

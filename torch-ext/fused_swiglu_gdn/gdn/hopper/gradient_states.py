@@ -149,7 +149,7 @@ def keep_tokens(u, x, c):
 
 
 @gluon.jit
-def solve(x, b, beta, DTYPE: gl.constexpr):
+def _solve(x, b, beta, DTYPE: gl.constexpr):
     """Starts x b [64, C]; the rounding error of x is compensated through the diagonal."""
     low = x.to(DTYPE)
     lost = (x - low.to(gl.float32)) * gl.expand_dims(beta.to(gl.float32), 0)
@@ -194,7 +194,7 @@ def _state_partition(u, tb_ptr, first_ptr, last_ptr, first_strides, last_strides
         gam = u.f_smem.index(s).slice(3 * C, C).load(gl.SliceLayout(1, STATE))
         if u.REVERSE:
             y, z = warpgroup_mma_wait(0, (y, z))
-            y = solve(z + _factor(u, s, 1) * y, u.t_smem.index(s), beta, DTYPE)
+            y = _solve(z + _factor(u, s, 1) * y, u.t_smem.index(s), beta, DTYPE)
             S = pin(S * gl.expand_dims(gam, 1))
             S = warpgroup_mma(
                 to_state(x * _factor(u, s, 2), DTYPE), u.q_smem.index(s), S, is_async=True
@@ -204,7 +204,7 @@ def _state_partition(u, tb_ptr, first_ptr, last_ptr, first_strides, last_strides
             more = -y * _factor(u, s, 0)
         else:
             y = warpgroup_mma_wait(0, (y,))
-            y = solve(x - _factor(u, s, 0) * y, u.t_smem.index(s).permute((1, 0)), beta, DTYPE)
+            y = _solve(x - _factor(u, s, 0) * y, u.t_smem.index(s).permute((1, 0)), beta, DTYPE)
             beta = diagonal(u, tb_ptr, i + 1)
             y = warpgroup_mma_wait(0, (y,))
             S = pin(S * gl.expand_dims(gam, 1))

@@ -38,7 +38,10 @@ def _states_kind(call: KdaBackward, do: torch.Tensor) -> Callable:
 
 
 def kda_backward_states(call: KdaBackward, do, d_final, tb, p, gam, config: dict, ke) -> tuple:
-    """What gdn_backward_states returns for the same arguments; call.q and call.k are Qd and Kd."""
+    """h, dh, vt, dv and the initial state's gradient, as gdn_backward_states returns them.
+
+    call.q and call.k are Qd and Kd.
+    """
     qd, kd, v, HV, dtype = call.q, call.k, call.v, call.HV, call.v.dtype
     units, packed, initial = call.rows * HV, call.cu_seqlens is not None, call.initial_state
     h, dh = v.new_empty((2, call.rows, HV, HEAD_DIM, HEAD_DIM)).unbind(0)

@@ -22,7 +22,6 @@ from ...gdn.hopper.gradient_states import (
     diagonal,
     keep_state,
     keep_tokens,
-    solve,
     state_at,
     to_state,
 )
@@ -120,6 +119,17 @@ def _load_partition(u, tb_ptr, first_ptr, last_ptr, first_strides, last_strides)
 
 
 @gluon.jit
+def _solve(x, b, beta, DTYPE: gl.constexpr):
+    """Starts x b [64, C]; the rounding error of x is compensated through the diagonal.
+
+    Pinned, two numbers are rounded by one instruction; else LLVM rounds one at a time.
+    """
+    low = pin(x.to(DTYPE))
+    lost = (x - low.to(gl.float32)) * gl.expand_dims(beta.to(gl.float32), 0)
+    return warpgroup_mma(as_a(low, DTYPE), b, lost, is_async=True)
+
+
+@gluon.jit
 def _state_partition(u, tb_ptr, first_ptr, last_ptr, first_strides, last_strides):
     """Carries S^T or dS^T of 64 columns of V through the chunks; one warpgroup."""
     DTYPE: gl.constexpr = u.k_desc.dtype
@@ -148,14 +158,14 @@ def _state_partition(u, tb_ptr, first_ptr, last_ptr, first_strides, last_strides
         if u.REVERSE:
             S = warpgroup_mma(given, u.q_smem.index(s), S, is_async=True)
             y = warpgroup_mma_wait(1, (y,))
-            y = solve(y, t, beta, DTYPE)
+            y = _solve(y, t, beta, DTYPE)
             beta = diagonal(u, tb_ptr, i + 1)
             y, S = warpgroup_mma_wait(0, (y, S))
             more = -y
         else:
             x = given.load(TILE).to(gl.float32)
             y = warpgroup_mma_wait(0, (y,))
-            y = solve(x - y, t.permute((1, 0)), beta, DTYPE)
+            y = _solve(x - y, t.permute((1, 0)), beta, DTYPE)
             beta = diagonal(u, tb_ptr, i + 1)
             y = warpgroup_mma_wait(0, (y,))
             more = y
