@@ -1,6 +1,7 @@
 """The gradient of Kimi Delta Attention on Hopper: portable/backward.py with this room's prepare
 and passes over the states (docs/kda.md)."""
 
+import functools
 from typing import Callable, Optional
 
 import torch
@@ -37,33 +38,39 @@ def _states_kind(call: KdaBackward, do: torch.Tensor) -> Callable:
     return kda_backward_states if fits else gdn_backward_states
 
 
+@functools.lru_cache(maxsize=256)
+def _pass(shape, rows, N, dtype, where, packed, steps_in, strides, reverse: bool) -> Launch:
+    """The launch of one pass for values of a shape; steps_in: strides of v or do; strides: of the
+    states at both ends."""
+    B, T, HV, D = shape
+    dense, units = (T * HV * D, HV * D, D, 1), rows * HV
+    keys, block = token_map(shape, dense, dtype, D, packed), block_map(units, dtype)
+    given, out = (token_map(shape, x, dtype, 64, packed) for x in (steps_in, dense))
+    state = tile_map(dtype, (units * D, D), (D, 1), D, 64)
+    gam = tile_map(torch.float32, (units * D,), (1,), D)
+    return Launch(
+        kda_states_kernel, N * HV * 2, where,
+        maps=(keys, keys, keys, given, out, state, block, block, gam),
+        numbers=(*strides, T, HV), constexprs=(reverse, REGISTERS[1][1]),
+        options=(("num_warps", 4), ("maxnreg", CAP[1]), ("launch_pdl", not reverse)), guarded=True,
+    )  # fmt: skip
+
+
 def kda_backward_states(call: KdaBackward, do, d_final, tb, p, gam, config: dict, ke) -> tuple:
     """h, dh, vt, dv and the initial state's gradient, as gdn_backward_states returns them.
 
     call.q and call.k are Qd and Kd.
     """
-    qd, kd, v, HV, dtype = call.q, call.k, call.v, call.HV, call.v.dtype
-    units, packed, initial = call.rows * HV, call.cu_seqlens is not None, call.initial_state
-    h, dh = v.new_empty((2, call.rows, HV, HEAD_DIM, HEAD_DIM)).unbind(0)
-    vt, dv = v.new_empty((2, *v.shape)).unbind(0)
+    qd, kd, v, initial, ends = call.q, call.k, call.v, call.initial_state, call.cu_seqlens
+    rows, v_first = tb.shape[0], call.options.state_v_first
+    h, dh = v.new_empty((2, rows, call.HV, HEAD_DIM, HEAD_DIM)).unbind(0)
+    vt, dv = v.new_empty(v.shape), v.new_empty(v.shape)
     d_initial = None if initial is None else torch.empty_like(initial)
-    dense = (call.T * HV * HEAD_DIM, HV * HEAD_DIM, HEAD_DIM, 1)
-    keys = token_map(qd.shape, dense, dtype, HEAD_DIM, packed)
-    out, block = token_map(v.shape, dense, dtype, 64, packed), block_map(units, dtype)
-    state = tile_map(dtype, (units * HEAD_DIM, HEAD_DIM), (HEAD_DIM, 1), HEAD_DIM, 64)
-    factors = tile_map(torch.float32, (units * HEAD_DIM,), (1,), HEAD_DIM)
-    for reverse, k, e, x, y, states, first, last in (
-        (True, ke, kd, do, dv, dh, d_final, d_initial),
-        (False, kd, ke, v, vt, h, initial, None),
-    ):
-        given = token_map(x.shape, x.stride(), dtype, 64, packed)
-        strides = (kv_strides(z, call.options.state_v_first) for z in (first, last))
-        kernel = Launch(
-            kda_states_kernel, call.N * HV * 2, v.device,
-            maps=(keys, keys, keys, given, out, state, block, block, factors),
-            numbers=(*strides, call.T, HV), constexprs=(reverse, REGISTERS[1][1]),
-            options=(("num_warps", 4), ("maxnreg", CAP[1]), ("launch_pdl", not reverse)),
-            guarded=True,
-        )  # fmt: skip
-        kernel(k, e, qd, x, y, states, tb, p, gam, tb, first, last, call.cu_seqlens)
+    facts = (v.shape, rows, call.N, v.dtype, v.device, ends is not None)
+    from_start = (kv_strides(initial, v_first), kv_strides(None, v_first))
+    from_end = (kv_strides(d_final, v_first), kv_strides(d_initial, v_first))
+    reverse = _pass(*facts, do.stride(), from_end, True)
+    reverse(ke, kd, qd, do, dv, dh, tb, p, gam, tb, d_final, d_initial, ends)
+    forward = _pass(*facts, v.stride(), from_start, False)
+    forward(kd, ke, qd, v, vt, h, tb, p, gam, tb, initial, None, ends)
     return h, dh, vt, dv, d_initial

@@ -1,4 +1,4 @@
-"""Which calls of Kimi Delta Attention the kernels of Hopper take, and the launch of prepare."""
+"""Calls of Kimi Delta Attention that the kernels of Hopper take, and the launch of prepare."""
 
 from typing import Union
 
