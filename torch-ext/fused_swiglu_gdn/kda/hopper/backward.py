@@ -52,7 +52,7 @@ def _pass(shape, rows, N, dtype, where, packed, steps_in, strides, reverse: bool
         kda_states_kernel, N * HV * 2, where,
         maps=(keys, keys, keys, given, out, state, block, block, gam),
         numbers=(*strides, T, HV), constexprs=(reverse, REGISTERS[1][1]),
-        options=(("num_warps", 4), ("maxnreg", CAP[1]), ("launch_pdl", not reverse)), guarded=True,
+        options=(("num_warps", 4), ("maxnreg", CAP[1]), ("launch_pdl", not reverse)),
     )  # fmt: skip
 
 
