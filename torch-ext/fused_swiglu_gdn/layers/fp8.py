@@ -338,12 +338,11 @@ def _together(
 ) -> Optional[List[torch.Tensor]]:
     """The products of the M tokens x [..., K] with all weights, [..., N_i]; of few tokens in one
     launch, with those in bf16 behind them. None where nothing computes them."""
-    it, y, one = _given.it, None, len(weights) == 1 and not plain
-    fresh = it is None or it.x is not x or it.version != x._version
-    if one and fresh:
+    it, y, one = given_of(x), None, len(weights) == 1 and not plain
+    if one and it is None:
         y = quantise_few(x, weights[0].weight, weights[0].scale)
     else:
-        codes = quantise(rows_of(x)) if fresh else it.found
+        codes = quantise(rows_of(x)) if it is None else it.found
         if codes is None:
             return None
         if M <= MOST:

@@ -11,11 +11,9 @@ import triton
 import triton.language as tl
 
 from ...fp8.call import BLOCK
-from ...fp8.portable.quantise import launch_of, quantising, store_codes
+from ...fp8.portable.quantise import columns_of_row, launch_of, quantising, store_codes
 from ...runtime import device
 from ..call import SigmoidGate
-
-_BLOCK = tl.constexpr(BLOCK)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -34,12 +32,7 @@ def _sigmoid_gate_quantise_kernel(
     D: tl.constexpr,
 ):
     """x sigmoid(gate) in fp32, rounded to bf16 and quantised."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    row = tl.program_id(0)
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    offs = group[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    row, group, offs = columns_of_row(GROUPS, PDL)
     mask = (offs < COLUMNS) & (row < M)
     head, channel, token = offs // D, offs % D, row.to(tl.int64)
     x_ptrs = x_ptr + token * x_strides[0] + head * x_strides[1] + channel

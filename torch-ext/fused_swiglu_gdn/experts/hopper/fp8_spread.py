@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 
 from ...fp8.call import BLOCK
-from ...fp8.portable.quantise import codes_of, scale_of
+from ...fp8.portable.quantise import codes_of, columns_of_row, scale_of
 from ...runtime import device
 from ...runtime.launch import Launch
+from ...runtime.sizes import next_power_of_2
 from ..portable.routing import place_of_entry
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -34,12 +35,7 @@ def spread_kernel(
     PDL: tl.constexpr,
 ):
     """A program takes GROUPS times 128 columns of a token."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    token = tl.program_id(0)
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    offs = group[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    token, group, offs = columns_of_row(GROUPS, PDL)
     here = group < H // _BLOCK
     x = tl.load(x_ptr + token.to(tl.int64) * stride_x + offs, mask=here[:, None], other=0.0)
     x = x.to(tl.float32)
@@ -56,7 +52,7 @@ def spread_kernel(
 @functools.lru_cache(maxsize=1024)
 def spread_launch(where: torch.device, T: int, K: int, E: int, H: int, stride: int, places: int):
     """Prepares the launch that spreads x [T, H], whose rows are `stride` apart."""
-    groups, pdl = min(32, triton.next_power_of_2(H // BLOCK)), device.overlaps_launches(where)
+    groups, pdl = min(32, next_power_of_2(H // BLOCK)), device.overlaps_launches(where)
     return Launch(
         spread_kernel, (T, -(-H // (BLOCK * groups))), where, numbers=(T * K, E, places, stride),
         constexprs=(H, K, groups, pdl), options=(("launch_pdl", True),) if pdl else (),

@@ -43,6 +43,19 @@ def codes_of(x, scale, AXIS: tl.constexpr):
 
 
 @triton.jit
+def columns_of_row(GROUPS: tl.constexpr, PDL: tl.constexpr):
+    """A program's row, its GROUPS blocks of columns and their offsets [GROUPS, 128]. PDL: it may
+    begin before what it follows has ended."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    offs = group[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    return row, group, offs
+
+
+@triton.jit
 def store_codes(x, q_ptr, s_ptr, row, group, offs, P, COLUMNS: tl.constexpr):
     """x [GROUPS, 128] fp32 of a row, as codes and scales."""
     s = scale_of(x, 1)  # [GROUPS]
@@ -64,12 +77,7 @@ def _quantise_kernel(
     GROUPS: tl.constexpr,
     PDL: tl.constexpr,  # it may begin before what it follows has ended
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    row = tl.program_id(0)
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    offs = group[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    row, group, offs = columns_of_row(GROUPS, PDL)
     mask = (offs < K) & (row < M)
     x = tl.load(x_ptr + row.to(tl.int64) * stride_x + offs, mask=mask, other=0.0)
     store_codes(x.to(tl.float32), q_ptr, s_ptr, row, group, offs, P, K)
@@ -90,12 +98,7 @@ def _silu_mul_quantise_kernel(
     PDL: tl.constexpr,  # as above
 ):
     """silu(gate) * up, rounded to bf16 twice as torch's two operations do, quantised."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    row = tl.program_id(0)
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    offs = group[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    row, group, offs = columns_of_row(GROUPS, PDL)
     mask = (offs < N) & (row < M)
     gate = tl.load(gate_ptr + row.to(tl.int64) * stride_gate + offs, mask=mask, other=0.0)
     up = tl.load(up_ptr + row.to(tl.int64) * stride_up + offs, mask=mask, other=0.0)

@@ -34,8 +34,7 @@ from ...runtime.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ...runtime.primitives import sequence_bounds
-from .primitives import RAGGED_END, C, D, acc_layout, as_a, pin, start_product
+from .primitives import RAGGED_END, C, D, acc_layout, as_a, pin, sequence_at, start_product
 from .scheduler import LOOK_BACK, reach
 
 STAGES = gl.constexpr(3)
@@ -243,15 +242,7 @@ def _run(
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
         mbarrier.init(empty.index(s), count=1)
-    if cu_ptr is None:
-        batch, end, row, tokens = n * 0, n, n * 0, T
-        block = n * ((T + C - 1) // C)
-    else:
-        start, end = sequence_bounds(cu_ptr, n, T)
-        start, end = start.to(gl.int32), end.to(gl.int32)
-        tokens = end - start
-        batch, row = n * 0 + RAGGED_END, RAGGED_END - tokens
-        block = start // C + n
+    batch, end, row, tokens, block = sequence_at(cu_ptr, n, T)
     key_head = head // (HV // H)
     block = block * HV + head
     chunks = (tokens + C - 1) // C

@@ -1,6 +1,7 @@
 """Shared helpers of the Gated DeltaNet kernels on Hopper: sizes, positions of chunks, products."""
 
 from ...runtime.gluon import gl, gluon, warpgroup_mma
+from ...runtime.primitives import sequence_bounds
 from ..portable.primitives import locate as locate_chunk
 
 C = gl.constexpr(64)  # tokens a chunk
@@ -18,6 +19,22 @@ def locate(row, cu_ptr, T, N, NT):
     if cu_ptr is not None:
         batch, end, first = batch + RAGGED_END, start.to(gl.int32) + length, RAGGED_END - length
     return batch, end, first, c, length
+
+
+@gluon.jit
+def sequence_at(cu_ptr, n, T):
+    """Maps sequence n to (batch, end, first row) for the token descriptors, its length, and its
+    first chunk row."""
+    if cu_ptr is None:
+        batch, end, row, tokens = n * 0, n, n * 0, T
+        block = n * ((T + C - 1) // C)
+    else:
+        start, end = sequence_bounds(cu_ptr, n, T)
+        start, end = start.to(gl.int32), end.to(gl.int32)
+        tokens = end - start
+        batch, row = n * 0 + RAGGED_END, RAGGED_END - tokens
+        block = start // C + n
+    return batch, end, row, tokens, block
 
 
 @gluon.constexpr_function

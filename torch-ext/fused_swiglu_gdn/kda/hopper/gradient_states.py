@@ -25,7 +25,7 @@ from ...gdn.hopper.gradient_states import (
     state_at,
     to_state,
 )
-from ...gdn.hopper.primitives import RAGGED_END, C, D, as_a, pin
+from ...gdn.hopper.primitives import C, D, as_a, pin, sequence_at
 from ...runtime.gluon import (
     as_box,
     barrier,
@@ -42,7 +42,6 @@ from ...runtime.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ...runtime.primitives import sequence_bounds
 
 EARLY = gl.constexpr(3)  # slots of the ring whose tiles are read until the solve
 
@@ -223,15 +222,7 @@ def kda_states_kernel(
     late_full, late_empty = _barriers(LATE), _barriers(LATE)
     pid = gl.program_id(0)
     n, head, column = pid // (2 * HV), (pid // 2) % HV, (pid % 2) * 64
-    if cu_ptr is None:
-        batch, end, row, tokens = n * 0, n, n * 0, T
-        block = n * ((T + C - 1) // C)
-    else:
-        start, end = sequence_bounds(cu_ptr, n, T)
-        start, end = start.to(gl.int32), end.to(gl.int32)
-        tokens = end - start
-        batch, row = n * 0 + RAGGED_END, RAGGED_END - tokens
-        block = start // C + n
+    batch, end, row, tokens, block = sequence_at(cu_ptr, n, T)
     u = Pass(
         k_desc, e_desc, q_desc, in_desc, out_desc, state_desc, t_desc, p_desc, f_desc, k_smem,
         q_smem, in_smem, p_smem, e_smem, t_smem, f_smem, out_smem, state_smem, early_full,
