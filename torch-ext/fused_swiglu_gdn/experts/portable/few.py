@@ -15,6 +15,7 @@ import triton.language as tl
 
 from ...runtime import device, tuning
 from ...runtime.launch import Launch
+from ...runtime.sizes import cdiv, next_power_of_2
 from .gate import gated
 
 
@@ -120,14 +121,14 @@ def _launches(where, T: int, K: int, E: int, H: int, I: int, activation: str, li
     up, down = config["up"], config["down"]
     pdl = device.overlaps_launches(where)
     first = Launch(
-        _few_up_kernel, T * K * triton.cdiv(I, up["BLOCK_N"]), where, numbers=(E,),
+        _few_up_kernel, T * K * cdiv(I, up["BLOCK_N"]), where, numbers=(E,),
         constexprs=(H, I, K, activation, limit, up["BLOCK_N"], up["BLOCK_K"], pdl),
         options=(("num_warps", up["num_warps"]),),
     )  # fmt: skip
-    slots = triton.next_power_of_2(K)
+    slots = next_power_of_2(K)
     early = (("launch_pdl", True),) if pdl else ()
     second = Launch(
-        _few_down_kernel, T * triton.cdiv(H, down["BLOCK_N"]), where, numbers=(E,),
+        _few_down_kernel, T * cdiv(H, down["BLOCK_N"]), where, numbers=(E,),
         constexprs=(H, I, K, slots, down["BLOCK_N"], down["BLOCK_K"], pdl),
         options=(("num_warps", down["num_warps"]), *early),
     )  # fmt: skip

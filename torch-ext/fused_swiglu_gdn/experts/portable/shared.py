@@ -11,6 +11,7 @@ import triton.language as tl
 
 from ...runtime.dtypes import served
 from ...runtime.launch import Launch
+from ...runtime.sizes import next_power_of_2
 from ..call import Shared, SharedGradient
 
 
@@ -83,7 +84,7 @@ def _launch(kernel, *tensors: torch.Tensor) -> Optional[Launch]:
         return None
     if not 0 < H <= 65536 or T >= 2**31:
         return None
-    block = min(triton.next_power_of_2(H), 4096)
+    block = min(next_power_of_2(H), 4096)
     options = (("num_warps", max(1, min(8, block // 256))),)
     where = tensors[2].device
     return Launch(kernel, T, where, constexprs=(H, block), options=options, guarded=True)

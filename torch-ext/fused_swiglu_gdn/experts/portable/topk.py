@@ -11,6 +11,7 @@ import triton.language as tl
 
 from ...runtime.dtypes import SERVED, served
 from ...runtime.launch import Launch
+from ...runtime.sizes import next_power_of_2
 from ..call import LEAST, Topk, TopkGradient
 
 
@@ -114,7 +115,7 @@ def _topk_backward_kernel(
 
 
 def _width(E: int) -> int:
-    return max(32, triton.next_power_of_2(E))
+    return max(32, next_power_of_2(E))
 
 
 def prepare_topk_fwd(call: Topk) -> Optional[Callable]:
@@ -122,7 +123,7 @@ def prepare_topk_fwd(call: Topk) -> Optional[Callable]:
     (T, E), (K, scoring, renormalize, scale, dtype) = call.logits.shape, call.options
     if not (0 < E <= 1024 and K <= 64 and T < 2**31 and dtype in SERVED and served(*call.tensors)):
         return None
-    slots = triton.next_power_of_2(K)
+    slots = next_power_of_2(K)
     constexprs = (K, slots, scoring == "softmax", renormalize, LEAST[scoring], _width(E))
     kernel = Launch(
         _topk_kernel, T, call.device, numbers=(scale, E), constexprs=constexprs,

@@ -9,12 +9,12 @@ import functools
 from typing import Callable, Optional
 
 import torch
-import triton
 
 from ...runtime import device, tuning
 from ...runtime.dtypes import SERVED
 from ...runtime.launch import steps
 from ...runtime.operation import on_dense
+from ...runtime.sizes import next_power_of_2
 from ..call import GdnBackward, GdnCall
 from .backward_beta import small_betas
 from .backward_gates import Gates
@@ -141,7 +141,7 @@ def padded(x: torch.Tensor, more: int) -> torch.Tensor:
     ptxas of Triton 3.4 to 3.6 loses descriptors of products in loops that are not
     (docs/gdn_backward.md).
     """
-    missing = [max(triton.next_power_of_2(n), 32) - n for n in x.shape[-1 - more :]]
+    missing = [max(next_power_of_2(n), 32) - n for n in x.shape[-1 - more :]]
     if not any(missing):
         return x
     return torch.nn.functional.pad(x, [y for n in reversed(missing) for y in (0, n)])

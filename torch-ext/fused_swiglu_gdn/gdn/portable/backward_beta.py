@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from ...runtime.launch import Launch, steps
+from ...runtime.sizes import next_power_of_2
 from ..call import GdnCall
 from .backward_query import tile
 from .backward_states import times
@@ -195,7 +196,7 @@ def small_betas(call: GdnCall, do, config: dict, step: int = 0) -> Launch:
     """
     k, v, K, HV = call.k, call.v, call.K, call.HV
     small = 2.0**-6 if k.dtype == torch.float16 else 1e-12
-    sizes = (call.H, HV // call.H, K, call.V, triton.next_power_of_2(HV), step)
+    sizes = (call.H, HV // call.H, K, call.V, next_power_of_2(HV), step)
     gates = (call.options.use_qk_l2norm, call.options.beta_max, small, FEW)
     block_k = config.get("BLOCK_K", 64)
     return Launch(

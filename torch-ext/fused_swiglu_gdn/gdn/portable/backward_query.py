@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from ...runtime.launch import Launch, steps
+from ...runtime.sizes import next_power_of_2
 from ..call import GdnCall
 from .gates import log2_decay
 from .primitives import chunk_numbers, locate, precision
@@ -176,7 +177,7 @@ def gdn_backward_query(
     dq = q.new_empty(q.shape)
     if h.shape[0] * HV == 0:
         return dq
-    sizes = (H, HV // H, triton.next_power_of_2(HV // H), call.K, call.V)
+    sizes = (H, HV // H, next_power_of_2(HV // H), call.K, call.V)
     loops = (config["BLOCK_V"], config["STAGES"], precision(q.dtype))
     kernel = Launch(
         _query_bwd_kernel,

@@ -27,6 +27,7 @@ import triton.language as tl
 
 from ...runtime.launch import Launch, steps
 from ...runtime.primitives import sequence_bounds
+from ...runtime.sizes import next_power_of_2
 from ..call import GdnCall
 from .cuts import FORGOTTEN, count_cuts, segment_of, tokens_at_cut, word_at_cut, words
 from .primitives import EXACT_FP32, kv_strides, locate, precision
@@ -218,9 +219,9 @@ class Carry:
         across = configuration(kind, v.device, rows * HV, K)["BLOCK_V"]
         size = v.element_size()
         places = (tokens_at_cut(K, V, size), across, words(across, size))
-        BLOCK_K, width = triton.next_power_of_2(max(K, 16)), transition["BLOCK_V"]
+        BLOCK_K, width = next_power_of_2(max(K, 16)), transition["BLOCK_V"]
         constexprs = (
-            call.H, HV // call.H, K, V, longest, triton.next_power_of_2(longest),
+            call.H, HV // call.H, K, V, longest, next_power_of_2(longest),
             min(BLOCK_K, transition["BLOCK_K"]), width, *places, transition["STAGES"],
             precision(k.dtype),
         )  # fmt: skip

@@ -12,6 +12,7 @@ import triton.language as tl
 from ...runtime.dtypes import SERVED
 from ...runtime.launch import Launch
 from ...runtime.operation import on_dense
+from ...runtime.sizes import cdiv
 from ..call import ClearRows
 
 BLOCK = 4096
@@ -50,7 +51,7 @@ def _prepare(call: ClearRows) -> Callable:
     _, heads, R, C = pool.shape
     size = heads * R * C
     kernel = Launch(
-        _clear_rows_kernel, call.indices.numel() * triton.cdiv(size, BLOCK), pool.device,
+        _clear_rows_kernel, call.indices.numel() * cdiv(size, BLOCK), pool.device,
         numbers=(pool.stride(), R, C, size), constexprs=(BLOCK,), guarded=True,
     )  # fmt: skip
     return lambda pool, indices, kept: kernel(pool, indices, kept.view(torch.uint8))

@@ -16,6 +16,7 @@ from ...runtime.dtypes import SERVED
 from ...runtime.launch import Launch
 from ...runtime.operation import on_dense
 from ...runtime.primitives import sequence_bounds
+from ...runtime.sizes import cdiv, next_power_of_2
 from ..call import RecurrentCall
 from .delta import (
     gate_of,
@@ -183,13 +184,13 @@ def _tokens_kernel(call: RecurrentCall, T: int, initial, final: int) -> Launch:
         strides += (call.state_indices.stride(0),)
     return Launch(
         _gdn_recurrent_fwd_kernel,
-        call.N * HV * triton.cdiv(V, config["BLOCK_V"]),
+        call.N * HV * cdiv(V, config["BLOCK_V"]),
         q.device,
         numbers=(strides, T, options.scale),
         constexprs=(
             call.H, HV, K, V, options.use_qk_l2norm, options.beta_max, options.state_v_first,
             options.all_states, columns, options.null_index + 1,
-            *state_steps(initial, call.state_shape), triton.next_power_of_2(K), config["BLOCK_V"],
+            *state_steps(initial, call.state_shape), next_power_of_2(K), config["BLOCK_V"],
             call.channels, options.lower_bound,
         ),
         options=(("num_warps", config["num_warps"]),),

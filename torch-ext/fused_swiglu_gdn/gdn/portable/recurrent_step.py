@@ -14,6 +14,7 @@ import triton.language as tl
 
 from ...runtime import tuning
 from ...runtime.launch import Launch
+from ...runtime.sizes import cdiv, next_power_of_2
 from ..call import RecurrentCall
 from .delta import (
     gate_of,
@@ -173,12 +174,12 @@ class Step:
         config = step_config(q.device, K, size, v_first)
         constexprs = (
             H, HV, K, V, options.use_qk_l2norm, options.beta_max, v_first,
-            inplace and not self.moves, options.null_index + 1, *steps, triton.next_power_of_2(K),
+            inplace and not self.moves, options.null_index + 1, *steps, next_power_of_2(K),
             config["BLOCK_V"], config["RELOAD"], config["EVICT"], call.channels,
             options.lower_bound,
         )  # fmt: skip
         self.kernel = Launch(
-            _gdn_recurrent_step_kernel, N * HV * triton.cdiv(V, config["BLOCK_V"]), q.device,
+            _gdn_recurrent_step_kernel, N * HV * cdiv(V, config["BLOCK_V"]), q.device,
             numbers=(strides, options.scale), constexprs=constexprs,
             options=(("num_warps", config["num_warps"]),), guarded=True,
         )  # fmt: skip

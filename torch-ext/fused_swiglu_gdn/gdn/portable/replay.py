@@ -14,13 +14,13 @@ R rows of tokens in a ring, m of them in use from row `first` on, cyclically.
 from typing import Callable, Optional
 
 import torch
-import triton
 
 from ...runtime import tuning
 from ...runtime.device import overlaps_launches
 from ...runtime.dtypes import served
 from ...runtime.launch import Launch
 from ...runtime.operation import on_dense
+from ...runtime.sizes import cdiv, next_power_of_2
 from ..call import ReplayCall, RingAdvance, RingMaterialise
 from .recurrent_step import is_dense
 from .replay_kernels import (
@@ -42,7 +42,7 @@ def _rows_are_dense(*tensors: torch.Tensor) -> bool:
 
 
 def _tile(device, K: int, state: torch.Tensor) -> dict:
-    size, most = state.element_size(), triton.next_power_of_2(K)
+    size, most = state.element_size(), next_power_of_2(K)
     config = tuning.lookup("portable_gdn_replay_fwd", device, K=K, STATE_BYTES=size)
     return {**config, "K_PART": min(config["K_PART"], most)}
 
@@ -63,7 +63,7 @@ class Replay:
             *(x.stride(0) for x in held),
         )  # fmt: skip
         facts = (options.max_tokens, options.null_index + 1)
-        blocks = tuple(map(triton.next_power_of_2, (call.K, R)))
+        blocks = tuple(map(next_power_of_2, (call.K, R)))
         self.factors = (N, HV, T, 2, R + T + 2)
         self.products = Launch(
             replay_products_kernel, N * HV, q.device, numbers=(strides, options.scale),
@@ -73,7 +73,7 @@ class Replay:
             options=(("num_warps", 1),), guarded=True,
         )  # fmt: skip
         self.step = Launch(
-            replay_kernel, N * HV * triton.cdiv(call.V, config["BLOCK_V"]), q.device,
+            replay_kernel, N * HV * cdiv(call.V, config["BLOCK_V"]), q.device,
             numbers=(strides,),
             constexprs=(
                 H, HV, call.K, call.V, T, R, *facts, pdl, *blocks, config["BLOCK_V"],
@@ -117,7 +117,7 @@ def prepare_gdn_ring_advance(call: RingAdvance) -> Callable:
 def _advance(call: RingAdvance) -> Callable:
     (max_tokens, null_index), N = call.options, call.cursor.shape[0]
     kernel = Launch(
-        advance_kernel, triton.cdiv(N, ADVANCED), call.device, numbers=(N,),
+        advance_kernel, cdiv(N, ADVANCED), call.device, numbers=(N,),
         constexprs=(call.ring_g.shape[2], max_tokens, null_index + 1, ADVANCED), guarded=True,
     )  # fmt: skip
     return lambda cursor, accepted, force, rows, *ring: kernel(cursor, accepted, force, rows)
@@ -136,10 +136,10 @@ def _materialise(call: RingMaterialise) -> Callable:
     (_, HV, V, K), (_, H, R, _), N = state.shape, call.ring_k.shape, call.cursor.shape[0]
     config = _tile(state.device, K, state)
     kernel = Launch(
-        materialise_kernel, N * HV * triton.cdiv(V, config["BLOCK_V"]), state.device,
+        materialise_kernel, N * HV * cdiv(V, config["BLOCK_V"]), state.device,
         numbers=(tuple(x.stride(0) for x in call[:4]),),
         constexprs=(
-            H, HV, K, V, R, null_index + 1, *map(triton.next_power_of_2, (K, R)),
+            H, HV, K, V, R, null_index + 1, *map(next_power_of_2, (K, R)),
             config["BLOCK_V"], config["K_PART"],
         ),
         options=(("num_warps", config["num_warps"]),), guarded=True,

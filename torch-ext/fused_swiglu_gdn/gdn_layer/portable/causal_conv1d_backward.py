@@ -21,6 +21,7 @@ from ...runtime.dtypes import served
 from ...runtime.launch import Launch, named
 from ...runtime.operation import on_copies
 from ...runtime.primitives import sequence_bounds
+from ...runtime.sizes import cdiv, next_power_of_2
 from ..call import ConvolutionGradient, PrologueGradient
 from .causal_conv1d import are_dense, by_token, copied, sequence_of, slow_first, steps_of_states
 from .causal_conv1d_rows_backward import conv_rows_bwd_kernel
@@ -234,12 +235,12 @@ def _by_rows(call: ConvolutionGradient, dx: torch.Tensor, N: int) -> Tuple[Calla
     x, weight, initial_states, dy = call.x, call.weight, call.initial_states, call.dy
     (B, D, T), W = x.shape, weight.shape[1]
     config = tuning.lookup("portable_causal_conv1d_rows_bwd", x.device, D=D)
-    groups = triton.cdiv(T, config["RUN"] * config["RUNS"])
+    groups = cdiv(T, config["RUN"] * config["RUNS"])
     silu = call.options.activation is not None
     constexprs, options = named(conv_rows_bwd_kernel, W=W, SILU=silu, **config)
     strides = (*[by_token(t)[:2] for t in (x, dy, dx)], steps_of_states(initial_states))
     kernel = Launch(
-        conv_rows_bwd_kernel, B * groups * triton.cdiv(D, config["BLOCK_D"]), x.device,
+        conv_rows_bwd_kernel, B * groups * cdiv(D, config["BLOCK_D"]), x.device,
         numbers=(*strides, T, D, N, groups), constexprs=constexprs, options=options, guarded=True,
     )  # fmt: skip
 
@@ -254,12 +255,12 @@ def _by_tiles(call: ConvolutionGradient, dx: torch.Tensor, N: int) -> Tuple[Call
     x, weight, initial_states, dy = call.x, call.weight, call.initial_states, call.dy
     (B, D, T), W = x.shape, weight.shape[1]
     config = tuning.lookup(f"portable_causal_conv1d_{slow_first(x)}_bwd", x.device, D=D)
-    groups = triton.cdiv(T, config["BLOCK_T"] * config["TILES"])
-    taps, silu = triton.next_power_of_2(W + 1), call.options.activation is not None
+    groups = cdiv(T, config["BLOCK_T"] * config["TILES"])
+    taps, silu = next_power_of_2(W + 1), call.options.activation is not None
     constexprs, options = named(_causal_conv1d_bwd_kernel, W=W, TAPS=taps, SILU=silu, **config)
     strides = (*map(by_token, (x, dy, dx)), steps_of_states(initial_states))
     kernel = Launch(
-        _causal_conv1d_bwd_kernel, B * groups * triton.cdiv(D, config["BLOCK_D"]), x.device,
+        _causal_conv1d_bwd_kernel, B * groups * cdiv(D, config["BLOCK_D"]), x.device,
         numbers=(*strides, T, D, N, groups, N.bit_length()), constexprs=constexprs,
         options=options, guarded=True,
     )  # fmt: skip
@@ -272,8 +273,8 @@ def _of_states(call: ConvolutionGradient, N: int) -> Launch:
     strides = (by_token(x), by_token(call.dy), call.initial_states.stride())
     silu = call.options.activation is not None
     return Launch(
-        _initial_bwd_kernel, N * triton.cdiv(D, 128), x.device, numbers=(*strides, T, D),
-        constexprs=(W, silu, triton.next_power_of_2(W - 1), 128), guarded=True,
+        _initial_bwd_kernel, N * cdiv(D, 128), x.device, numbers=(*strides, T, D),
+        constexprs=(W, silu, next_power_of_2(W - 1), 128), guarded=True,
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from ...runtime.launch import Launch, named
 from ...runtime.operation import on_copies
 from ...runtime.ops import dense
 from ...runtime.primitives import activate, sequence_bounds
+from ...runtime.sizes import cdiv, next_power_of_2
 from ..call import ConvolutionUpdate
 
 
@@ -250,11 +251,11 @@ def _launch(call: ConvolutionUpdate, y: torch.Tensor, one: bool, packed: bool) -
     config = tuning.lookup("portable_causal_conv1d_update", where, D=D)
     constexprs, options = named(
         _causal_conv1d_update_kernel, S=S, W=W, SILU=activation is not None, ONE=one,
-        PACKED=packed, FIRST=null_index + 1, BLOCK_S=triton.next_power_of_2(S), **config,
+        PACKED=packed, FIRST=null_index + 1, BLOCK_S=next_power_of_2(S), **config,
     )  # fmt: skip
     return Launch(
         _causal_conv1d_update_kernel,
-        count_sequences(B, cu_seqlens) * triton.cdiv(D, config["BLOCK_D"]), where,
+        count_sequences(B, cu_seqlens) * cdiv(D, config["BLOCK_D"]), where,
         numbers=(x.stride(), y.stride(), conv_state.stride(), T, D), constexprs=constexprs,
         options=options, guarded=True,
     )  # fmt: skip

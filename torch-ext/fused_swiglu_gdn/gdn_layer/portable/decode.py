@@ -11,13 +11,13 @@ columns.
 from typing import Callable, Optional
 
 import torch
-import triton
 
 from ...fp8.call import BLOCK, MOST, Quantised, padded
 from ...gdn.portable.recurrent_step import is_dense, step_config
 from ...runtime import device
 from ...runtime.dtypes import served
 from ...runtime.launch import Launch
+from ...runtime.sizes import cdiv, next_power_of_2
 from ..call import DecodeOptions, LayerDecode
 from .decode_kernels import layer_finish_kernel, layer_step_kernel
 from .prologue import channel_block
@@ -66,12 +66,12 @@ class Step:
         )  # fmt: skip
         self.rule = Launch(
             layer_step_kernel,
-            B * HV * triton.cdiv(V, config["BLOCK_V"]),
+            B * HV * cdiv(V, config["BLOCK_V"]),
             q.device,
             numbers=(strides, held.stride(), state.stride(0), K**-0.5),
             constexprs=(
                 H, HV, K, V, S, W, silu, 2.0 if options.allow_neg_eigval else 1.0, pdl,
-                triton.next_power_of_2(K), config["BLOCK_V"],
+                next_power_of_2(K), config["BLOCK_V"],
             ),
             options=(("num_warps", config["num_warps"]), *early),
             guarded=True,
@@ -88,7 +88,7 @@ class Step:
             ),
             constexprs=(
                 H, HV, V, H * K, K, wide, D, S, options.gate_activation != "sigmoid", pdl,
-                triton.next_power_of_2(V), triton.next_power_of_2(S), block,
+                next_power_of_2(V), next_power_of_2(S), block,
             ),
             options=(("num_warps", 1), *early),
             guarded=True,

@@ -19,6 +19,7 @@ from ...runtime import tuning
 from ...runtime.dtypes import served
 from ...runtime.launch import Launch, named
 from ...runtime.operation import contiguous_like, on_copies
+from ...runtime.sizes import cdiv, next_power_of_2
 from ..call import GatedNormGradient
 from .rms_norm_gated import MAX_CHANNELS, copied, gate_activation, rows_of_a_group
 
@@ -89,10 +90,10 @@ def prepare_rms_norm_gated_bwd(call: GatedNormGradient) -> Optional[Callable]:
     if not lie_in_rows(x, gate, dy) or not weight.is_contiguous():
         return on_copies(prepare_rms_norm_gated_bwd, call, copied)
     M, config = x.numel() // D, tuning.lookup("portable_rms_norm_gated_bwd", where, D=D)
-    programs = triton.cdiv(M, config["BLOCK_M"] * config["TILES"])
+    programs = cdiv(M, config["BLOCK_M"] * config["TILES"])
     constexprs, options = named(
         _rms_norm_gated_bwd_kernel, D=D, SILU=activation == "silu",
-        BLOCK_D=triton.next_power_of_2(D), **config,
+        BLOCK_D=next_power_of_2(D), **config,
     )  # fmt: skip
     kernel = Launch(
         _rms_norm_gated_bwd_kernel, programs, where,

@@ -24,6 +24,7 @@ from ...gdn.portable.inverse import kept_blocks, store_inverse
 from ...gdn.portable.primitives import chunk_numbers, locate, precision
 from ...runtime.launch import Launch, steps
 from ...runtime.primitives import exact_exp2
+from ...runtime.sizes import next_power_of_2
 from ...runtime.tuning import lookup
 from ..call import KdaBackward, KdaCall
 from .levels import pairs_kernel
@@ -220,7 +221,7 @@ class Prepare:
         self.works = call.A_log is not None or options.lower_bound is not None
         dot = (tl.float16 if narrow else tl.float32, precision(torch.float32 if wide else q.dtype))
         config = lookup("portable_kda_prepare_wide" if wide else "portable_kda_prepare", q.device)
-        widest = triton.next_power_of_2(max(K, 16))
+        widest = next_power_of_2(max(K, 16))
         (in_operands, operands), (in_pairs, pairs) = (
             (min(widest, config[name]["BLOCK"]), launched_with(config[name]))
             for name in ("operands", "pairs")

@@ -19,6 +19,7 @@ import triton.language as tl
 from ...runtime import tuning
 from ...runtime.dtypes import served
 from ...runtime.launch import Launch, named
+from ...runtime.sizes import cdiv
 from ..call import CrossEntropy, CrossEntropyGradient
 
 LOWEST = tl.constexpr(-3.0e38)  # finite, so that minus infinity has a distance from it
@@ -169,7 +170,7 @@ def prepare_cross_entropy_bwd(call: CrossEntropyGradient) -> Optional[Callable]:
     (M, V), where = logits.shape, logits.device
     config = tuning.lookup("portable_cross_entropy_bwd", where, V=V)
     constexprs, options = named(_logits_gradient_kernel, V=V, MEAN=mean, **config)
-    blocks = M * triton.cdiv(V, config["BLOCK"])
+    blocks = M * cdiv(V, config["BLOCK"])
     gradient = Launch(
         _logits_gradient_kernel, blocks, where, numbers=(M, ignore_index), constexprs=constexprs,
         options=options, guarded=True,

@@ -18,6 +18,7 @@ from ...runtime import device
 from ...runtime.dtypes import served
 from ...runtime.launch import Launch, named
 from ...runtime.operation import contiguous_like, on_copies
+from ...runtime.sizes import cdiv, next_power_of_2
 from ..call import RmsNormGradient
 from .rows import blocks, layout, lie_in_rows, readable
 
@@ -177,7 +178,7 @@ def prepare_rms_norm_bwd(call: RmsNormGradient) -> Optional[Callable]:
         return _of_nothing(needs_weight)
     M, rows = x.numel() // D, layout(x, dy, dtotal)
     config = blocks("portable_rms_norm_bwd", where, M, D)
-    tiles = triton.cdiv(M, config["BLOCK_M"])
+    tiles = cdiv(M, config["BLOCK_M"])
     width = sum([t.element_size() for t in (x, dy, dtotal) if t is not None])
     config["STAGES"] = _stages(config, width, 0 if weight is None else weight.element_size())
     del config["shared"]
@@ -185,17 +186,17 @@ def prepare_rms_norm_bwd(call: RmsNormGradient) -> Optional[Callable]:
     programs = min(tiles, config.pop("per_processor") * processors)
     constexprs, options = named(_rms_norm_bwd_kernel, D=D, **config)
     gradient = Launch(
-        _rms_norm_bwd_kernel, (programs, triton.cdiv(D, config["BLOCK_D"])), where,
-        numbers=(M, *rows, offset, triton.cdiv(tiles, programs)), constexprs=constexprs,
+        _rms_norm_bwd_kernel, (programs, cdiv(D, config["BLOCK_D"])), where,
+        numbers=(M, *rows, offset, cdiv(tiles, programs)), constexprs=constexprs,
         options=options, guarded=True,
     )  # fmt: skip
     mean = Launch(
         _rms_norm_mean_kernel, M, where, numbers=(M, *rows[:5], offset),
         constexprs=(D, 4096), options=(("num_warps", 8),), guarded=True,
     )  # fmt: skip
-    parts = min(512, triton.next_power_of_2(programs))
+    parts = min(512, next_power_of_2(programs))
     add = Launch(
-        _sum_kernel, triton.cdiv(D, COLUMNS), where, numbers=(programs,),
+        _sum_kernel, cdiv(D, COLUMNS), where, numbers=(programs,),
         constexprs=(D, parts, COLUMNS), options=(("num_warps", 8),), guarded=True,
     )  # fmt: skip
     wide, make = config["BLOCK_D"] < D, contiguous_like(x)

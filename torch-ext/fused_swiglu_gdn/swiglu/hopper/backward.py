@@ -17,6 +17,7 @@ from ...runtime.launch import Launch
 from ...runtime.maps import Map
 from ...runtime.ops import in_rows
 from ...runtime.primitives import grouped_tile
+from ...runtime.sizes import cdiv
 from ..call import MlpGradient, Swiglu, SwigluGradient, SwigluMlp
 from ..portable import backward
 from ..portable import gradients as plain
@@ -64,7 +65,7 @@ def _dx_plan(where: torch.device, M: int, N: int, K: int, strides: tuple, apart:
     """strides: of the weights. apart: between(w_gate, w_up)."""
     tile = tuning.lookup("hopper_swiglu_dx", where)
     BM, BN, BK = blocks = (tile["BLOCK_M"], tile["BLOCK_N"], tile["BLOCK_K"])
-    tiles_m = triton.cdiv(M, BM)
+    tiles_m = cdiv(M, BM)
     group = equal_groups(tiles_m, tile["GROUP"])
     maps = (
         Map(*joined((M, N), (2 * N, 1), N), (1, BM, BK)),
@@ -73,7 +74,7 @@ def _dx_plan(where: torch.device, M: int, N: int, K: int, strides: tuple, apart:
     )
     return Launch(
         _swiglu_dx_kernel,
-        min(device.multiprocessor_count(where.index), tiles_m * triton.cdiv(K, BN)),
+        min(device.multiprocessor_count(where.index), tiles_m * cdiv(K, BN)),
         where,
         maps=maps,
         numbers=(M, N, K, group),

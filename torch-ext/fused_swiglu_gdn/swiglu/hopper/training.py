@@ -7,12 +7,12 @@ import functools
 from typing import Optional, Tuple
 
 import torch
-import triton
 
 from ...runtime import device, tuning
 from ...runtime.dtypes import HALF
 from ...runtime.gluon import tile_map
 from ...runtime.launch import Launch
+from ...runtime.sizes import cdiv
 from .forward import between, equal_groups, joined
 from .training_kernels import BM, BN, swiglu_gradient_kernel, swiglu_saving_fwd_kernel
 
@@ -31,7 +31,7 @@ def _forward_plan(
         tile_map(dtype, (M, 2, N), (2 * N, N, 1), BM.value, 1, 64),
     )
     constexprs = (apart < 0, activation)
-    tiles = triton.cdiv(N, half)
+    tiles = cdiv(N, half)
     return _launch(swiglu_saving_fwd_kernel, where, tiles, maps, (M, N, K), constexprs)
 
 
@@ -45,14 +45,14 @@ def _gradient_plan(
         tile_map(dtype, (M, D), (stride, 1), BM.value, BK),
         tile_map(dtype, (D, N), strides, BK, BN.value),
     )
-    tiles = triton.cdiv(N, BN.value)
+    tiles = cdiv(N, BN.value)
     return _launch(swiglu_gradient_kernel, where, tiles, maps, (M, N, D), (activation,))
 
 
 def _launch(kernel, where, tiles_n: int, maps: tuple, sizes: tuple, constexprs: tuple) -> Launch:
     """sizes: M, N and the depth of the product."""
     config = tuning.lookup("hopper_swiglu_training", where)
-    tiles_m = triton.cdiv(sizes[0], BM.value)
+    tiles_m = cdiv(sizes[0], BM.value)
     group = equal_groups(tiles_m, config["GROUP"])
     return Launch(
         kernel,
