@@ -151,15 +151,6 @@ class GdnBackward(NamedTuple):
     prepared = property(lambda call: None if call.tb is None else call[11:14])
 
 
-class GdnGradient(NamedTuple):
-    """The arguments of the gradient of a GdnCall beyond those of the call."""
-
-    do: Tensor  # [B, T, HV, V]
-    d_final_state: Optional[Tensor]  # [N, HV, K, V]
-    prepared: Optional[tuple]  # Tb, P and F of the call's chunks, where the forward saved them
-    values_only: bool  # only the gradients of v and of initial_state are wanted
-
-
 class Ring(NamedTuple):
     """The latest tokens of sequences that their states do not include yet.
 

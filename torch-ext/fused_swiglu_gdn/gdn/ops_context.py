@@ -25,7 +25,7 @@ from ..parallel.exchange import start_all_gather
 from ..parallel.plan import Piece, Slot
 from ..runtime.operation import Operation
 from ..runtime.ops import needs_grad
-from .call import GdnBackward, GdnCall, GdnGradient, GdnPieces, GradientOptions
+from .call import GdnBackward, GdnCall, GdnPieces, GradientOptions
 from .ops_train import CHUNK, GRADIENT, NONE
 
 # parts of a call, which ordinary calls compute as well: there is no other definition
@@ -57,21 +57,13 @@ def _run_here(call: GdnCall, cp: CpContext, start: Optional[Tensor]) -> tuple:
     return torch.empty_like(call.v), states, ()
 
 
-def _gradients(call: GdnCall, gradient: GdnGradient) -> tuple:
+def _gradients(call: GdnBackward) -> tuple:
     """Gradients of the first seven tensors of a call, and of its initial state."""
-    call = _backward_of(call, gradient)
     return GRADIENT.launcher((*call.tensors, *call.options))(*call.tensors)
 
 
-def _backward_of(call: GdnCall, gradient: GdnGradient) -> GdnBackward:
-    """The call of the gradient."""
-    (*tensors, _, cu_seqlens, options), (do, d_final, prepared, values_only) = call, gradient
-    more = (do, d_final, *(prepared or NONE), GradientOptions(values_only, *options))
-    return GdnBackward(*tensors, cu_seqlens, *more)
-
-
-def _part(call: GdnCall, cp: CpContext, name: str, start: Tensor) -> GdnCall:
-    """The call on some of the local segments, with their rows of `start`."""
+def _part(call, cp: CpContext, name: str, start: Tensor):
+    """The call, or that of its gradient, on some of the local segments; start: their states."""
     subset = cp.subset(name, call.device)
     q, k, v, g, beta = (subset.take(x) for x in (call.q, call.k, call.v, call.g, call.beta))
     return call._replace(
@@ -84,11 +76,9 @@ def _transitions(call: GdnCall, cp: CpContext, like: Tensor) -> Tensor:
     """M [middle, HV, K, K] of the segments that have others on both sides."""
     middle = cp.subset("middle", call.device).places
     eye = torch.eye(call.K, dtype=like.dtype, device=like.device)
-    eye = eye.expand(len(middle), call.HV, call.K, call.K)
-    if not middle:
-        return eye
+    eye = eye.repeat(len(middle), call.HV, 1, 1)
     nothing = call.v.new_zeros(1, 1, 1, 1).expand(*call.v.shape[:3], call.K)
-    part = _part(call._replace(v=nothing), cp, "middle", eye.contiguous())
+    part = _part(call._replace(v=nothing), cp, "middle", eye)
     return _run(part._replace(v=part.v.contiguous()))[1]
 
 
@@ -138,7 +128,7 @@ def _to_send(call: GdnCall, cp: CpContext, start: Tensor) -> Tuple[Tensor, Calla
             states = outgoing.rows_of(known[1])
         own[: len(outgoing.places), :, : call.V] = states.mT
     middle = cp.subset("middle", call.device).places
-    for place, M in zip(middle, _transitions(call, cp, start)):
+    for place, M in zip(middle, _transitions(call, cp, start) if middle else ()):
         own[outgoing.places.index(place), :, call.V :] = M.mT
     return own, lambda start: known or _run_here(call, cp, start)
 
@@ -177,62 +167,60 @@ def _slots(known: dict, pieces: List[Piece]) -> List[Slot]:
     return [known[piece] for piece in pieces]
 
 
-def _gradients_here(call: GdnCall, cp: CpContext, gradient: GdnGradient) -> tuple:
+def _gradients_here(call: GdnBackward, cp: CpContext) -> tuple:
     """Runs _gradients on all local tokens, if there are any."""
     if cp.tokens:
-        return _gradients(call, gradient)
-    return *[
-        None if x is None else torch.zeros_like(x) for x in call.tensors[:7]
-    ], call.initial_state
+        return _gradients(call)
+    zeros = [None if x is None else torch.zeros_like(x) for x in call.tensors[:7]]
+    return *zeros, call.initial_state
 
 
 def _to_send_back(
-    call: GdnCall, cp: CpContext, saved: Saved, gradient: GdnGradient
+    call: GdnBackward, cp: CpContext, transitions: Optional[Tensor]
 ) -> Tuple[Tensor, Callable]:
     """The values to send for the incoming segments, and a function that finishes the backward.
 
     The function takes the gradients of the states after all segments and returns all local
-    gradients. gradient: with these, but without the contributions of other ranks.
+    gradients. call: with these, but without the contributions of other ranks.
     """
-    own = _rows(cp, cp.plan.slots_in, saved.start, call)
+    own = _rows(cp, cp.plan.slots_in, call.initial_state, call)
     incoming, known = cp.subset("incoming", call.device), None
     if incoming.places:
-        asked = incoming.rows_of(gradient.d_final_state)
-        part = _part(call, cp, "incoming", incoming.rows_of(saved.start))
-        args = (part, GdnGradient(incoming.take(gradient.do), asked, None, True))
-        entry = _backward_of(*args)
-        launch = ENTRY.serving(entry.tensors, entry.options)
+        part = _part(call, cp, "incoming", incoming.rows_of(call.initial_state))
+        part = part._replace(
+            do=incoming.take(call.do), d_final_state=incoming.rows_of(call.d_final_state),
+            tb=None, p=None, f=None, options=part.options._replace(values_only=True),
+        )  # fmt: skip
+        launch = ENTRY.serving(part.tensors, part.options)
         if launch is not None:
-            E, blocks = launch(*entry.tensors)
-            if part.T == call.T and gradient.prepared is None:  # its chunks are those of the call
-                gradient = gradient._replace(prepared=blocks)
+            E, (tb, p, f) = launch(*part.tensors)
+            if part.T == call.T and call.tb is None:  # its chunks are those of the call
+                call = call._replace(tb=tb, p=p, f=f)
         elif cp.subset("outgoing", call.device).places:
-            E = _gradients(*args)[7]
+            E = _gradients(part)[7]
         else:
-            known = _gradients_here(call, cp, gradient)
+            known = _gradients_here(call, cp)
             E = incoming.rows_of(known[7])
         own[: len(incoming.places), :, : call.V] = E.mT
     for place in cp.subset("middle", call.device).places:
         piece = cp.pieces[place]
         at, out = cp.plan.incoming[piece].number, cp.plan.outgoing[piece].number
-        own[at, :, call.V :] = saved.transitions[out]
-
-    def finish(d_states: Tensor) -> tuple:
-        return known or _gradients_here(call, cp, gradient._replace(d_final_state=d_states))
-
-    return own, finish
+        own[at, :, call.V :] = transitions[out]
+    return own, lambda d_states: known or _gradients_here(call._replace(d_final_state=d_states), cp)
 
 
 def chunk_backward(
-    call: GdnCall, cp: CpContext, saved: Saved, gradient: GdnGradient, needs_initial: bool
+    call: GdnBackward, cp: CpContext, transitions: Optional[Tensor], needs_initial: bool
 ) -> tuple:
-    """Gradients of the first seven tensors of the call, and of its initial state if requested."""
-    call = call._replace(initial_state=saved.start)
+    """Gradients of the first seven tensors of the call, and of its initial state if requested.
+
+    Its initial_state and `transitions` are those that the forward saved.
+    """
     if not cp.plan.chains:
-        return _gradients_here(call, cp, gradient)
-    asked = gradient.d_final_state
-    d_states = torch.zeros_like(saved.start) if asked is None else asked.clone()
-    own, finish = _to_send_back(call, cp, saved, gradient._replace(d_final_state=d_states))
+        return _gradients_here(call, cp)
+    asked = call.d_final_state
+    d_states = torch.zeros_like(call.initial_state) if asked is None else asked.clone()
+    own, finish = _to_send_back(call._replace(d_final_state=d_states), cp, transitions)
     exchanged = start_all_gather(own, cp.group)
     outgoing = cp.subset("outgoing", call.device).places
     grads = None if outgoing else finish(d_states)
@@ -264,12 +252,11 @@ class _Chunk(torch.autograd.Function):
         cp, kept = ctx.cp, ctx.saved_tensors
         (*tensors, start, transitions), blocks = kept[:9], kept[9:]
         lengths = cp.lengths_on(tensors[0].device)
-        call = GdnCall(*tensors, None, None, lengths, ctx.options)
-        do = torch.zeros_like(call.v) if do is None else do
+        do = torch.zeros_like(tensors[2]) if do is None else do
         q, k, _, g, beta, A_log, dt_bias, _ = wanted = ctx.needs_input_grad[2:]
-        values_only = not any((q, k, g, beta, A_log, dt_bias))
-        gradient = GdnGradient(do, d_states, blocks or None, values_only)
-        grads = chunk_backward(call, cp, Saved(start, transitions, blocks), gradient, wanted[-1])
+        options = GradientOptions(not any((q, k, g, beta, A_log, dt_bias)), *ctx.options)
+        call = GdnBackward(*tensors, start, lengths, do, d_states, *(blocks or NONE), options)
+        grads = chunk_backward(call, cp, transitions, wanted[-1])
         return (None, None, *(x if want else None for x, want in zip(grads, wanted)))
 
 

@@ -17,7 +17,7 @@ from typing import Callable
 import torch
 
 from ...runtime.dtypes import at_least_fp32
-from ..call import GdnBackward, GdnGradient
+from ..call import GdnBackward
 from ..chunks import CHUNK
 from .chunk import to_chunks
 from .common import Inputs, prepare_inputs, spans
@@ -133,19 +133,18 @@ def _by_sequence(chunked, x: Inputs, do, S, dS, call):
 
 
 def gdn_chunk_bwd(call: GdnBackward):
-    """by_chunks_bwd of this rule."""
-    gradient = GdnGradient(call.do, call.d_final_state, None, call.options.values_only)
-    return by_chunks_bwd(call, prepare_inputs(call), gradient, _chunked, _through_gates)
+    """by_chunks_bwd of this rule; with values_only, only dv and d_initial_state.
 
-
-def by_chunks_bwd(
-    call, x: Inputs, gradient: GdnGradient, chunked: Callable, through_gates: Callable
-):
-    """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial_state; None if not given.
-
-    With values_only, only dv and d_initial_state. `prepared` saves work for kernels; here it is
-    unused.
+    The blocks that the forward saved spare kernels some work; here they are unused.
     """
+    grads = by_chunks_bwd(call, prepare_inputs(call), _chunked, _through_gates)
+    if call.options.values_only:
+        return None, None, grads[2], None, None, None, None, grads[7]
+    return grads
+
+
+def by_chunks_bwd(call, x: Inputs, chunked: Callable, through_gates: Callable):
+    """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial_state; None if not given."""
     v_first = call.options.state_v_first
     group = (call.H, call.HV // call.H)
 
@@ -156,20 +155,18 @@ def by_chunks_bwd(
         given = given.mT if v_first else given
         return given.to(x.v.dtype).unflatten(1, group)
 
-    S, dS = state(call.initial_state), state(gradient.d_final_state)
-    do = at_least_fp32(gradient.do).to(x.v.dtype).transpose(1, 2).unflatten(1, group)
+    S, dS = state(call.initial_state), state(call.d_final_state)
+    do = at_least_fp32(call.do).to(x.v.dtype).transpose(1, 2).unflatten(1, group)
     (dq, dk, dv, dg, dbeta), starts = _by_sequence(chunked, x, do, S, dS, call)
     d_initial, initial = None, call.initial_state
     if initial is not None:
         d_initial = torch.cat(starts).flatten(1, 2) if starts else torch.zeros_like(initial)
         d_initial = d_initial.mT if v_first and starts else d_initial
         d_initial = d_initial.to(initial.dtype)
-    dv = dv.to(call.v.dtype)
-    if gradient.values_only:
-        return None, None, dv, None, None, None, None, d_initial
     dq = dq * call.options.scale
     if call.options.use_qk_l2norm:
         dq = _through_norm(dq, at_least_fp32(call.q))
         dk = _through_norm(dk, at_least_fp32(call.k))
     gates = through_gates(dg, dbeta, call)
-    return (dq.to(call.q.dtype), dk.to(call.k.dtype), dv, *gates, d_initial)
+    tokens = [y.to(call.q.dtype) for y in (dq, dk, dv)]
+    return (*tokens, *gates, d_initial)

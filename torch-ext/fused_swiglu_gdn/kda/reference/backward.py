@@ -19,7 +19,6 @@ where .|_s are the pairs of level s. The diagonal of dP has no share in dG.
 import torch
 import torch.nn.functional as F
 
-from ...gdn.call import GdnGradient
 from ...gdn.reference.backward import by_chunks_bwd, passes, through_beta
 from ...gdn.reference.chunk import to_chunks
 from ...gdn.reference.common import Inputs, prepare_inputs
@@ -87,5 +86,4 @@ def _through_gates(dg, dbeta, call):
 def kda_chunk_bwd(call: KdaBackward):
     """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial_state; None for what was not given."""
     x = prepare_inputs(activated(call))
-    gradient = GdnGradient(call.do, call.d_final_state, None, False)
-    return by_chunks_bwd(call, x, gradient, _chunked, _through_gates)
+    return by_chunks_bwd(call, x, _chunked, _through_gates)
