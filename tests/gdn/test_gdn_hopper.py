@@ -48,6 +48,22 @@ def test_takes_what_the_copy_engine_reads(hopper):
     assert supports(q=odd)  # by a copy
 
 
+def test_copies_lie_as_those_of_the_first_call():
+    """Of a call where one tensor begins off 16 bytes, and of another where that is another one."""
+
+    def kind(call):
+        made_for = [x.stride() for x in call[:3]]
+        return lambda *tensors: made_for == [x.stride() for x in tensors[:3]]
+
+    x = gdn_inputs(1, 64, 2, 2, 128, 128, torch.bfloat16)
+    packed = torch.cat([x[name] for name in "qkv"], -1)
+    off = torch.cat([packed.new_zeros(1), packed.flatten()])[1:].view(packed.shape)
+    there, moved = (arguments({**x, **dict(zip("qkv", y.split(128, -1)))}) for y in (packed, off))
+    run = gdn_plan.by_tma(kind, moved, 0, 1, 2, lies=gdn_plan.lies_for_tma)
+    for call in (moved, there._replace(k=moved.k), there._replace(v=moved.v), there, moved):
+        assert run(*call.tensors)
+
+
 @pytest.mark.parametrize(
     "capability, served", [((9, 0), True), ((8, 0), False), ((10, 0), False), ((12, 0), False),
                            (None, False)]
@@ -261,17 +277,16 @@ def blocks_of(args):
 
 
 def test_prepares_unit_keys(hopper):
-    assert gdn.Prepare.serves(prepared(2, 12))
-    assert gdn.Prepare.serves(prepared(2, 6))
-    assert not gdn.Prepare.serves(prepared(use_qk_l2norm=False))
-    assert not gdn.Prepare.serves(prepared(dtype=torch.float32))
+    portable = submodule("gdn.portable.prepare").Prepare
+    for kind, options in ((gdn.Prepare, {}), (portable, {"use_qk_l2norm": False})):
+        assert type(gdn.prepare_of(prepared(2, 6, **options))) is kind
 
 
 def same_blocks(args, live=slice(None)):
     """Against the kernel for all chips: the same but for roundings, and again bit for bit."""
     blocks = blocks_of(args)
     limits = (2e-3, 5e-4, 1e-4, 1e-5)
-    for out, ref, limit in zip(blocks, gdn.portable.gdn_prepare(args), limits):
+    for out, ref, limit in zip(blocks, submodule("gdn.portable.prepare").gdn_prepare(args), limits):
         assert relative_error(out[live], ref[live]) < limit
     assert all(torch.equal(a[live], b[live]) for a, b in zip(blocks, blocks_of(args)))
 

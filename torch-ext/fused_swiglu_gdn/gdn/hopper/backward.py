@@ -13,20 +13,28 @@ import torch
 
 from ...runtime import device
 from ...runtime.device import multiprocessor_count
-from ...runtime.dtypes import HALF
 from ...runtime.gluon import tile_map
-from ...runtime.launch import Launch, aligned, by_alignment, steps
-from ...runtime.operation import on_copies, on_dense
+from ...runtime.launch import Launch, steps
+from ...runtime.operation import on_dense
 from ...runtime.workspace import Workspace
 from ..call import GdnBackward
-from ..portable import prepare as portable_prepare
-from ..portable.backward import APART, configuration, lies_near, near
+from ..portable.backward import APART, configuration, lies_near
 from ..portable.backward_beta import small_betas
 from ..portable.backward_gates import Gates
 from ..portable.primitives import kv_strides
 from .gradient import gdn_gradient_kernel
 from .gradient_states import gdn_states_kernel
-from .plan import CAP, HEAD_DIM, REGISTERS, Prepare, block_map, lies_for_tma, token_map
+from .plan import (
+    CAP,
+    REGISTERS,
+    Prepare,
+    block_map,
+    by_tma,
+    computes,
+    lies_for_tma,
+    prepare_of,
+    token_map,
+)
 
 # Registers of the gradient kernel's 12 warps: of the keys' (the queries' get as many), of those
 # that load or have little to do; and the cap at launch
@@ -42,54 +50,13 @@ def prepare_gdn_chunk_bwd(call: GdnBackward) -> Optional[Callable]:
     return on_dense(_prepare, call, *APART) if computes(call) else None
 
 
-def computes(call: GdnBackward) -> bool:
-    """True for calls whose gradient these kernels compute."""
-    return (
-        device.has_wgmma(call.device)
-        and call.q.dtype in HALF
-        and call.q.dtype == call.k.dtype == call.v.dtype
-        and call.K == call.V == HEAD_DIM
-        and call.HV > 0
-        and 0 < call.B * call.T < 2**30
-    )
-
-
-def are_readable(call: GdnBackward) -> bool:
-    """True if TMA can read the tokens as they lie, from multiples of 16 bytes on."""
-    return all(lies_for_tma(x) and lies_near(x) for x in (*call[:3], call.do))
+def is_readable(x: torch.Tensor) -> bool:
+    """True if TMA can read tokens as they lie, from multiples of 16 bytes on."""
+    return lies_for_tma(x) and lies_near(x)
 
 
 def _prepare(call: GdnBackward) -> Callable:
-    return by_alignment(_made, call, *TOKENS)
-
-
-def _made(call: GdnBackward) -> Callable:
-    if not aligned(*call[:3], call.do):
-        return on_copies(_Gradient, call, in_new_memory)
-    return _Gradient(call) if are_readable(call) else on_copies(_Gradient, call, _readable)
-
-
-def _of_tokens(change: Callable) -> Callable:
-    """The tensors of a call with q, k, v and do changed."""
-
-    def run(q, k, v, g, beta, A_log, dt_bias, initial, cu_seqlens, do, *more) -> tuple:
-        rest = (g, beta, A_log, dt_bias, initial, cu_seqlens)
-        return change(q), change(k), change(v), *rest, change(do), *more
-
-    return run
-
-
-def _contiguous(x: torch.Tensor) -> torch.Tensor:
-    if x.is_contiguous() and aligned(x):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-def _near(x: torch.Tensor) -> torch.Tensor:
-    return near(x) if lies_for_tma(x) else x.clone(memory_format=torch.contiguous_format)
-
-
-in_new_memory, _readable = _of_tokens(_contiguous), _of_tokens(_near)
+    return by_tma(_Gradient, call, *TOKENS, lies=is_readable)
 
 
 class _Gradient:
@@ -103,12 +70,10 @@ class _Gradient:
         do, d_final, prepared = call.do, call.d_final_state, call.prepared
         self.values_only, self.where = call.options.values_only, call.device
         low, fp32 = call.q.dtype, torch.float32
-        self.prepare, blocks, self.own = None, (), prepared is None and Prepare.serves(call)
+        self.prepare, blocks = None if prepared else prepare_of(call), ()
+        self.own = isinstance(self.prepare, Prepare)
         if self.own:
-            self.prepare = Prepare(call)
             blocks = self.prepare.arrays(low)
-        elif prepared is None:
-            self.prepare = portable_prepare.Prepare(call)
         self.states = both_passes(call, do, d_final)
         tokens, units = call.B * call.T * call.HV, call.rows * call.HV
         arrays = [(units * call.K * call.V, low), (units * call.K * call.V, low)]  # S, dS

@@ -4,19 +4,17 @@ Sizes: B batch, T tokens, H query/key heads, HV value heads, K = V = 128, N sequ
 a chunk.
 """
 
+import functools
 from typing import Callable, Optional
 
 import torch
 
 from ...runtime import device
-from ...runtime.dtypes import HALF
-from ...runtime.launch import aligned, by_alignment
-from ...runtime.operation import on_copies, on_dense
+from ...runtime.operation import on_dense
 from ...runtime.workspace import Workspace
 from ..call import GdnCall
-from ..portable import prepare as portable
 from .backward import prepare_gdn_chunk_bwd  # noqa: F401
-from .plan import HEAD_DIM, Prepare, Scan, lies_for_tma
+from .plan import HEAD_DIM, Prepare, Scan, by_tma, computes, lies_for_tma, prepare_of
 
 
 def dense_heads(state: Optional[torch.Tensor]) -> bool:
@@ -29,34 +27,13 @@ def prepare_gdn_chunk_fwd(call: GdnCall) -> Optional[Callable]:
 
     For fp16 or bf16, K = V = 128, at least one token and head and strides that TMA can address.
     """
-    return on_dense(_prepare, call, "g", "beta", "initial_state")
+    return on_dense(functools.partial(prompts, _Chunked), call, "g", "beta", "initial_state")
 
 
-def computes(call) -> bool:
-    """True for calls that these kernels compute, if tokens begin at multiples of 16 bytes."""
-    return (
-        device.has_wgmma(call.device)
-        and call.q.dtype in HALF
-        and call.q.dtype == call.k.dtype == call.v.dtype
-        and call.K == call.V == HEAD_DIM
-        and call.HV > 0
-        and 0 < call.B * call.T < 2**30
-        and (call.cu_seqlens is None or call.N > 0)
-        and all(lies_for_tma(x) for x in (call.q, call.k, call.v))
-        and dense_heads(call.initial_state)
-    )
-
-
-def _prepare(call: GdnCall) -> Optional[Callable]:
-    return by_alignment(_made, call, 0, 1, 2) if computes(call) else None
-
-
-def _made(call: GdnCall) -> Callable:
-    return _Chunked(call) if aligned(*call[:3]) else on_copies(_Chunked, call, copied)
-
-
-def copied(q, k, v, *rest) -> tuple:
-    return *[x.clone(memory_format=torch.contiguous_format) for x in (q, k, v)], *rest
+def prompts(kind: Callable, call) -> Optional[Callable]:
+    """kind(call) as by_tma has it, or None for layouts of tokens and states that are not read."""
+    fits = computes(call) and dense_heads(call.initial_state) and all(map(lies_for_tma, call[:3]))
+    return by_tma(kind, call, 0, 1, 2, lies=lies_for_tma) if fits else None
 
 
 class _Chunked:
@@ -65,11 +42,10 @@ class _Chunked:
     __slots__ = ("prepare", "scan", "saves", "workspace")
 
     def __init__(self, call: GdnCall):
-        own = Prepare.serves(call)
-        self.prepare = Prepare(call) if own else portable.Prepare(call)
+        self.prepare = prepare_of(call)
         self.scan, self.saves = Scan(call), call.options.save_blocks
         self.workspace = None
-        if own and not self.saves:
+        if isinstance(self.prepare, Prepare) and not self.saves:
             arrays = self.prepare.arrays(call.q.dtype)
             self.workspace = Workspace(*arrays, (self.scan.warm, torch.float32))
 

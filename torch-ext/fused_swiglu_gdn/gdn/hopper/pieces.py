@@ -8,6 +8,7 @@ before a segment, and its prepare launch serves the ordinary backward, too.
 Sizes: T tokens, HV value heads, K = V = 128, C = 64 tokens a chunk.
 """
 
+import functools
 from typing import Callable, Optional, Tuple
 
 import torch
@@ -15,17 +16,15 @@ from torch import Tensor
 
 from ...runtime import device
 from ...runtime.gluon import tile_map
-from ...runtime.launch import Launch, aligned, by_alignment
-from ...runtime.operation import on_copies, on_dense
+from ...runtime.launch import Launch
+from ...runtime.operation import on_dense
 from ..call import GdnBackward, GdnPieces
-from ..portable import prepare as portable
 from ..portable.backward import APART
 from ..portable.primitives import kv_strides
-from .backward import TOKENS, are_readable, in_new_memory
-from .backward import computes as gradient_computes
-from .chunk import computes, copied
+from .backward import TOKENS, is_readable
+from .chunk import prompts
 from .gradient_states import gdn_states_kernel
-from .plan import CAP, REGISTERS, Prepare, Scan, block_map, token_map
+from .plan import CAP, REGISTERS, Scan, block_map, by_tma, computes, prepare_of, token_map
 from .summary import gdn_summary_kernel
 
 
@@ -35,15 +34,8 @@ def prepare_gdn_pieces_fwd(call: GdnPieces) -> Optional[Callable]:
     That function maps initial states [N, HV, K, V] to o, states, and Tb, P and F if the call saves
     them. call.initial_state stands for those initial states: it has their layout.
     """
-    return on_dense(_prepare, call, "g", "beta", "initial_state", "sent", "start")
-
-
-def _prepare(call: GdnPieces) -> Optional[Callable]:
-    return by_alignment(_made, call, 0, 1, 2) if computes(call) else None
-
-
-def _made(call: GdnPieces) -> Callable:
-    return _Pieces(call) if aligned(*call[:3]) else on_copies(_Pieces, call, copied)
+    prepare = functools.partial(prompts, _Pieces)
+    return on_dense(prepare, call, "g", "beta", "initial_state", "sent", "start")
 
 
 class _Pieces:
@@ -54,7 +46,7 @@ class _Pieces:
     def __init__(self, call: GdnPieces):
         with_m, self.saves = call.sent.shape[2] > call.V, call.options.save_blocks
         k, v, T, HV, units = call.k, call.v, call.T, call.HV, call.rows * call.HV
-        self.prepare = Prepare(call) if Prepare.serves(call) else portable.Prepare(call)
+        self.prepare = prepare_of(call)
         self.scan = Scan(call, behind_prepare=False)
         self.summary = Launch(
             gdn_summary_kernel,
@@ -92,17 +84,14 @@ class _Pieces:
 
 def prepare_gdn_entry_bwd(call: GdnBackward) -> Optional[Callable]:
     """The call's tensors -> the gradient of initial_state, and Tb, P and F of the chunks."""
-    if call.initial_state is None or call.cu_seqlens is None or not gradient_computes(call):
+    if call.initial_state is None or call.cu_seqlens is None or not computes(call):
         return None
     return on_dense(_prepare_entry, call, *APART)
 
 
 def _prepare_entry(call: GdnBackward) -> Optional[Callable]:
-    return by_alignment(_made_entry, call, *TOKENS) if are_readable(call) else None
-
-
-def _made_entry(call: GdnBackward) -> Callable:
-    return _Entry(call) if aligned(*call[:3], call.do) else on_copies(_Entry, call, in_new_memory)
+    fits = all(is_readable(call[i]) for i in TOKENS)
+    return by_tma(_Entry, call, *TOKENS, lies=is_readable) if fits else None
 
 
 class _Entry:
@@ -113,7 +102,7 @@ class _Entry:
     def __init__(self, call: GdnBackward):
         do, d_final = call.do, call.d_final_state
         q, k, T, HV, v_first = call.q, call.k, call.T, call.HV, call.options.state_v_first
-        self.prepare = Prepare(call) if Prepare.serves(call) else portable.Prepare(call)
+        self.prepare = prepare_of(call)
         d_initial = torch.empty_like(call.initial_state, device="meta")
         packed, block = call.cu_seqlens is not None, block_map(call.rows * HV, q.dtype)
         tokens = token_map(do.shape, do.stride(), do.dtype, 64, packed)

@@ -7,16 +7,19 @@ Sizes: B batch, T tokens, H query/key heads, HV value heads, K = V = 128, N sequ
 a chunk, rows of chunks as in docs/gdn.md.
 """
 
-from typing import Optional, Tuple, Union
+from typing import Callable, Optional, Tuple, Union
 
 import torch
 
 from ...runtime import device
 from ...runtime.dtypes import HALF
 from ...runtime.gluon import tile_map
-from ...runtime.launch import Launch, steps
+from ...runtime.launch import Launch, aligned, by_alignment, steps
 from ...runtime.maps import Map, RawPointer
+from ...runtime.operation import on_copies
 from ..call import GdnCall
+from ..portable import prepare as portable
+from ..portable.chunk import NewStates
 from ..portable.cuts import FEWEST
 from ..portable.primitives import EXACT_FP32
 from .carry import gdn_carry_kernel
@@ -37,9 +40,45 @@ CAP = {1: 136, 2: 168}
 PREPARE_CAP = {4: 128, 2: 168, 1: 255}
 
 
-def reads_by_tma(x: torch.Tensor) -> bool:
-    """True if TMA can read x: lies_for_tma, and begins at a multiple of 16 bytes."""
-    return x.data_ptr() % 16 == 0 and lies_for_tma(x)
+def computes(call) -> bool:
+    """True for dtypes and sizes of the kernels of this folder, on a GPU that has their products."""
+    return (
+        device.has_wgmma(call.device)
+        and call.q.dtype in HALF
+        and call.q.dtype == call.k.dtype == call.v.dtype
+        and call.K == call.V == HEAD_DIM
+        and call.HV > 0
+        and 0 < call.B * call.T < 2**30
+        and call.N > 0
+    )
+
+
+def by_tma(kind: Callable, call, *places: int, lies: Callable) -> Callable:
+    """kind(call), as a function of the tensors of all calls like this one.
+
+    It takes copies of tensors at these places that do not lie(x) as the kernels read them. If any
+    begins at no multiple of 16 bytes, all are made contiguous, for the next call may pass others.
+    """
+
+    def made(call) -> Callable:
+        tokens = [call[i] for i in places]
+        keeps = lies if aligned(*tokens) else _is_whole
+        if all(map(keeps, tokens)):
+            return kind(call)
+
+        def copied(*tensors) -> list:
+            return [
+                x if i not in places or keeps(x) else x.clone(memory_format=torch.contiguous_format)
+                for i, x in enumerate(tensors)
+            ]
+
+        return on_copies(kind, call, copied)
+
+    return by_alignment(made, call, *places)
+
+
+def _is_whole(x: torch.Tensor) -> bool:
+    return x.is_contiguous() and aligned(x)
 
 
 def lies_for_tma(x: torch.Tensor) -> bool:
@@ -73,6 +112,11 @@ def block_map(units: int, dtype: torch.dtype) -> Map:
     return tile_map(dtype, (units * 64, 64), (64, 1), 64, 64)
 
 
+def prepare_of(call):
+    """The launch of the first half: this room's for keys of norm 1, whose products fit fp16."""
+    return Prepare(call) if call.options.use_qk_l2norm else portable.Prepare(call)
+
+
 class Prepare:
     """The launch of the first half, for all calls with the same facts and with unit keys."""
 
@@ -96,25 +140,6 @@ class Prepare:
             constexprs=(HV, HV // H, W, call.options.beta_max),
             options=(("num_warps", W), ("maxnreg", PREPARE_CAP[W])),
             guarded=True,
-        )
-
-    @staticmethod
-    def serves(call: GdnCall) -> bool:
-        """True for q and k that TMA can read and keys of norm 1, whose products
-        fit fp16.
-
-        Other calls use the portable kernel.
-        """
-        return (
-            device.has_wgmma(call.device)
-            and call.options.use_qk_l2norm
-            and call.q.dtype in HALF
-            and call.q.dtype == call.k.dtype
-            and call.K == HEAD_DIM
-            and 0 < call.B * call.T < 2**30
-            and (call.cu_seqlens is None or call.N > 0)
-            and reads_by_tma(call.q)
-            and reads_by_tma(call.k)
         )
 
     def __call__(
@@ -148,7 +173,7 @@ class Scan:
     """The launches of the second half of a call, for all calls with the same facts."""
 
     __slots__ = (
-        "split", "warm", "like_v", "final", "checkpoints", "kernels", "transition", "carry",
+        "split", "warm", "like_v", "states", "kernels", "transition", "carry",
     )  # fmt: skip
 
     def __init__(self, call: GdnCall, behind_prepare: bool = True):
@@ -158,14 +183,9 @@ class Scan:
         packed, where, options = call.cu_seqlens is not None, v.device, call.options
         self.split, slots = _segments(N, T, HV, packed, where)
         self.warm = slots * HV if self.split > 1 else 0
-        self.like_v = torch.empty_like(v).is_contiguous()
+        self.like_v, self.states = torch.empty_like(v).is_contiguous(), NewStates(call)
         in_place, state_v_first = call.state_indices is not None, options.state_v_first
-        state, checkpoint_every = options.state_dtype or torch.float32, options.checkpoint_every
-        self.final = self.checkpoints = None  # shape and dtype, where they are to be allocated
-        if options.output_final_state and not in_place:
-            self.final = ((N, HV, K, K), state)
-        if checkpoint_every:
-            self.checkpoints = ((call.B * (T // checkpoint_every), HV, K, K), state)
+        checkpoint_every = options.checkpoint_every
         W = 1 if 2 * slots * HV <= device.multiprocessor_count(where.index) else 2
         by_lengths = W == 2 and packed and 1 < N <= FEW_SEQUENCES and T >= LONG
         if checkpoint_every and not state_v_first:
@@ -226,10 +246,7 @@ class Scan:
         *blocks, decay = blocks
         pool = None if state_indices is None else initial_state
         o = torch.empty_like(v) if self.like_v else v.new_empty(v.shape)
-        final = pool if self.final is None else v.new_empty(self.final[0], dtype=self.final[1])
-        checkpoints = None
-        if self.checkpoints is not None:
-            checkpoints = v.new_zeros(self.checkpoints[0], dtype=self.checkpoints[1])
+        final, checkpoints = self.states(v, initial_state, state_indices)
         tensors = (q, k, v, o, *blocks, None)  # Ke is of Kimi Delta Attention
         rest = (state_indices, cu_seqlens, decay, warm, o)
         if self.carry is not None:
