@@ -136,10 +136,11 @@ def test_positions_that_the_parts_would_not_have(given, positions, says):
             make(batch)
 
 
-def test_positions_of_no_tokens():
+def test_batches_of_no_tokens():
     nothing = torch.zeros(2, 0, dtype=torch.long)
-    made = submodule("parallel.batch").Batch({"input_ids": nothing, "position_ids": nothing})
-    assert made.starts.shape == (2, 0)
+    names = ("input_ids", "position_ids", "attention_mask", "labels")
+    made = submodule("parallel.batch").Batch(dict.fromkeys(names, nothing))
+    assert made.starts.shape == made.targets().shape == (2, 0)
 
 
 @pytest.mark.gpu
@@ -185,6 +186,11 @@ def test_sequences_that_nobody_shares_are_an_ordinary_call(kernel, monkeypatch):
         exchange = submodule("parallel.exchange")
         monkeypatch.setattr(exchange, "agrees", lambda group: False)
         cp = kernel.build_cp_context([0, 5, 7, 12], layout=[[(0, 5)], [(5, 12)]])
+        tokens, weight = torch.randn(1, 12, 3), torch.randn(3, requires_grad=True)
+        with torch.inference_mode():  # which leaves nothing behind that training cannot take
+            assert (cp.shard(tokens) == tokens[:, 5:]).all()
+        cp.shard(tokens * weight).sum().backward()
+        assert torch.allclose(weight.grad, tokens[0, 5:].sum(0))
         for name in ("gdn.api", "gdn_layer.api"):
             for function in ("chunk_with_context", "convolve_with_context"):
                 monkeypatch.setattr(submodule(name), function, None, raising=False)

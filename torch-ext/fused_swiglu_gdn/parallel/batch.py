@@ -60,7 +60,7 @@ class Batch:
             if mask.is_complex():
                 raise TypeError(f"attention_mask must be of a real dtype, got {mask.dtype}")
             here = mask.cpu().bool()
-            if not (here.long().diff() <= 0).all() or not here[:, 0].all():
+            if not (here.long().diff() <= 0).all() or not here[:, :1].all():
                 raise ValueError(
                     "attention_mask must have its zeros at the end of each row, and none in front, "
                     f"got {here.long().tolist()}"

@@ -51,6 +51,7 @@ class CpContext:
         ends_here: [pieces], True for the last one: its final state is the sequence's.
     """
 
+    @torch.inference_mode(False)  # its tensors are to serve training as well
     def __init__(self, cu: Sequence[int], group, layout: Sequence, batch_size: int, device):
         self.group, self.rank, self.size = group, dist.get_rank(group), exchange.size(group)
         self.device, self.batch_size = device, batch_size
@@ -182,8 +183,9 @@ class CpContext:
     def _once(self, name: object, device, make):
         key = (name, device)
         if key not in self._known:
-            made = make()
-            self._known[key] = from_host(made, device) if isinstance(made, Tensor) else made
+            with torch.inference_mode(False):
+                made = make()
+                self._known[key] = from_host(made, device) if isinstance(made, Tensor) else made
         return self._known[key]
 
 
