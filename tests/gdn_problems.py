@@ -201,6 +201,13 @@ def draw_problem(v: Variant, seed: int, is_long: bool, device) -> Problem:
     return Problem(v, lengths, call, states, every, repeated, whole, poisoned, rows, before)
 
 
+def blocks_of(implementation: str, call) -> tuple:
+    """Tb, P, F and decay by the prepare kernel of an implementation."""
+    module = submodule("gdn.hopper.plan" if implementation == "hopper" else "gdn.portable.prepare")
+    tensors = (call.q, call.k, call.g, call.beta, call.A_log, call.dt_bias, call.cu_seqlens)
+    return module.Prepare(call)(*tensors)
+
+
 def arguments(x, **options):
     """The call of gdn_chunk_fwd for inputs x by name; what is not given is off."""
     values = {"scale": x["q"].shape[-1] ** -0.5, "output_final_state": True, **x, **options}

@@ -5,6 +5,7 @@ import pytest
 import torch
 from conftest import gdn_inputs, relative_error, submodule
 from gdn_gradients import GRADS, Case
+from gdn_problems import blocks_of
 from interpreter import compiled, interpreted, test_in_the_interpreter  # noqa: F401
 
 written_out = submodule("gdn.reference.backward")
@@ -89,7 +90,7 @@ def test_kernels_in_part():
     module = submodule("gdn.portable.backward")
     case = Case(1, 66, 1, 2, 16, 16, torch.float32)
     whole = case.gradients(module)
-    *prepared, _ = submodule("gdn.portable.prepare").gdn_prepare(case.call())
+    *prepared, _ = blocks_of("portable", case.call())
     for a, b in zip(case.gradients(module, prepared), whole):
         assert (a is None) == (b is None)
         assert a is None or torch.equal(a, b)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import submodule
+from gdn_problems import blocks_of
 from interpreter import compiled, interpreted, test_in_the_interpreter  # noqa: F401
 
 triton = pytest.importorskip("triton")
@@ -44,7 +45,7 @@ def by_decode(a, A_log, dt_bias):
     return g.double(), beta.double()
 
 
-def by_prefill(prepare, a, A_log, dt_bias, dtype, D):
+def by_prefill(implementation, a, A_log, dt_bias, dtype, D):
     """The log-decay of one token a sequence: log2 of its chunk's transition, where beta is 0."""
     N, HV = a.shape
     q = torch.nn.functional.normalize(torch.ones(N, 1, 1, D, device=a.device), dim=-1).to(dtype)
@@ -52,18 +53,18 @@ def by_prefill(prepare, a, A_log, dt_bias, dtype, D):
     options = calls.GdnOptions(1.0, use_qk_l2norm=True)
     beta = torch.zeros_like(g)
     call = calls.GdnCall(q, q, v, g, beta, A_log, dt_bias, None, None, None, options)
-    *_, decay = prepare(call)(q, q, g, beta, A_log, dt_bias, None)
+    *_, decay = blocks_of(implementation, call)
     return decay.view(N, HV).double() * LOG2
 
 
-def check(prepare, device, dtype, D=128, every=1):
+def check(implementation, device, dtype, D=128, every=1):
     """Decoding at all values of a, prefill at every so many rows of them."""
     a, A_log, dt_bias = raw_gates(device)
     ref, cut = decayed(a, A_log, dt_bias), -200.0 * LOG2  # below it all is forgotten
     decode, beta = by_decode(a, A_log, dt_bias)
     assert ((decode - ref).abs() / ref.abs()).max() < LIMIT
     assert ((beta - 2 * a.double().sigmoid()).abs() / beta).max() < LIMIT
-    prefill = by_prefill(prepare, a[::every].contiguous(), A_log, dt_bias, dtype, D)
+    prefill = by_prefill(implementation, a[::every].contiguous(), A_log, dt_bias, dtype, D)
     ref, decode = ref[::every].clamp(min=cut), decode[::every].clamp(min=cut)
     assert ((prefill - ref).abs() / ref.abs()).max() < LIMIT
     assert ((prefill - decode).abs() / decode.abs()).max() < 1e-6  # log2(e), there and back
@@ -71,7 +72,7 @@ def check(prepare, device, dtype, D=128, every=1):
 
 @interpreted
 def test_one_formula_interpreted():
-    check(submodule("gdn.portable.prepare").Prepare, "cpu", torch.float32, D=16, every=33)
+    check("portable", "cpu", torch.float32, D=16, every=33)
 
 
 @compiled
@@ -80,5 +81,4 @@ def test_one_formula_interpreted():
 def test_one_formula(folder):
     if folder == "hopper" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("not a Hopper GPU")
-    module = "gdn.portable.prepare" if folder == "portable" else "gdn.hopper.plan"
-    check(submodule(module).Prepare, "cuda", torch.bfloat16)
+    check(folder, "cuda", torch.bfloat16)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from conftest import submodule
 from gdn_gradients import Case
+from gdn_problems import blocks_of
 from test_gdn_backward import OPTIONS, compare
 
 pytest.importorskip("triton.experimental.gluon")
@@ -24,19 +25,12 @@ def test_options(kernels, options):
     compare(case.gradients(kernels), case.expected(), torch.float16)
 
 
-def prepared(case):
-    """Tensors that the forward saves for the backward: Tb, P and F."""
-    call = case.call()
-    gates = (call.g, call.beta, call.A_log, call.dt_bias)
-    *blocks, _ = submodule("gdn.hopper.plan").Prepare(call)(call.q, call.k, *gates, call.cu_seqlens)
-    return blocks
-
-
 def test_many_chunks_a_program(kernels):
     """More chunks than processors, so that programs go from one to the next; from the same blocks
     the portable kernels give the same but for the order of sums."""
     case = Case(2, 6400, 2, 4, 128, 128, torch.bfloat16, "cuda", l2norm=True)
-    blocks, portable = prepared(case), submodule("gdn.portable.backward")
+    *blocks, _ = blocks_of("hopper", case.call())
+    portable = submodule("gdn.portable.backward")
     got, want = case.gradients(kernels, blocks), case.gradients(portable, blocks)
     compare(got, want, torch.bfloat16, factor=0.2)
 
@@ -69,7 +63,8 @@ def test_saved_blocks(kernels):
     """From what the forward saved, the same bits; the values' gradients alone, too."""
     case = Case(1, 200, 2, 4, 128, 128, torch.bfloat16, "cuda", l2norm=True)
     whole = case.gradients(kernels)
-    for a, b in zip(case.gradients(kernels, prepared(case)), whole):
+    *saved, _ = blocks_of("hopper", case.call())
+    for a, b in zip(case.gradients(kernels, saved), whole):
         assert a is None or torch.equal(a, b)
     part = case.gradients(kernels, values_only=True)
     assert [x is None for x in part] == [True, True, False] + [True] * 4 + [False]

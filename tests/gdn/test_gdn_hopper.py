@@ -10,7 +10,7 @@ import threading
 import pytest
 import torch
 from conftest import assert_close, gdn_inputs, relative_error, submodule
-from gdn_problems import arguments
+from gdn_problems import arguments, blocks_of
 from interpreter import compiled
 from test_gdn_chunk import check, cu, expected
 
@@ -59,7 +59,8 @@ def test_copies_lie_as_those_of_the_first_call():
     packed = torch.cat([x[name] for name in "qkv"], -1)
     off = torch.cat([packed.new_zeros(1), packed.flatten()])[1:].view(packed.shape)
     there, moved = (arguments({**x, **dict(zip("qkv", y.split(128, -1)))}) for y in (packed, off))
-    run = gdn_plan.by_tma(kind, moved, 0, 1, 2, lies=gdn_plan.lies_for_tma)
+    on_read = submodule("gdn.portable.primitives").on_read
+    run = on_read(kind, moved, 0, 1, 2, lies=gdn_plan.lies_for_tma)
     for call in (moved, there._replace(k=moved.k), there._replace(v=moved.v), there, moved):
         assert run(*call.tensors)
 
@@ -270,12 +271,6 @@ def prepared(H=1, HV=4, T=64, device="cpu", **options):
     return arguments(x, **options)
 
 
-def blocks_of(args):
-    """Tb, P, F and decay by the kernel for Hopper."""
-    gates = (args.g, args.beta, args.A_log, args.dt_bias)
-    return gdn.Prepare(args)(args.q, args.k, *gates, args.cu_seqlens)
-
-
 def test_prepares_unit_keys(hopper):
     portable = submodule("gdn.portable.prepare").Prepare
     for kind, options in ((gdn.Prepare, {}), (portable, {"use_qk_l2norm": False})):
@@ -284,11 +279,11 @@ def test_prepares_unit_keys(hopper):
 
 def same_blocks(args, live=slice(None)):
     """Against the kernel for all chips: the same but for roundings, and again bit for bit."""
-    blocks = blocks_of(args)
+    blocks = blocks_of("hopper", args)
     limits = (2e-3, 5e-4, 1e-4, 1e-5)
-    for out, ref, limit in zip(blocks, submodule("gdn.portable.prepare").gdn_prepare(args), limits):
+    for out, ref, limit in zip(blocks, blocks_of("portable", args), limits):
         assert relative_error(out[live], ref[live]) < limit
-    assert all(torch.equal(a[live], b[live]) for a, b in zip(blocks, blocks_of(args)))
+    assert all(torch.equal(a[live], b[live]) for a, b in zip(blocks, blocks_of("hopper", args)))
 
 
 @pytest.mark.gpu
@@ -313,12 +308,12 @@ def test_prepare_packed_from_raw_gates(H, HV):
     args = prepared(H, HV, sum(lengths), "cuda", use_beta_sigmoid=True, cu_seqlens=offsets, **raw)
     rows = [0, 1, 3, 4, 7, 8, 9, 10]  # cu[n] // 64 + n + chunk
     same_blocks(args, rows)
-    before = blocks_of(args)
+    before = blocks_of("hopper", args)
     names = ("q", "k", "g", "beta")
     args = args._replace(**{name: getattr(args, name).clone() for name in names})
     for name in names:
         getattr(args, name)[:, 100:165] = float("nan")
-    for out, ref in zip(blocks_of(args), before):
+    for out, ref in zip(blocks_of("hopper", args), before):
         assert torch.equal(out[[0, 1, 7, 8, 9, 10]], ref[[0, 1, 7, 8, 9, 10]])
 
 

@@ -18,10 +18,10 @@ from ...runtime.launch import Launch, steps
 from ...runtime.operation import on_dense
 from ...runtime.workspace import Workspace
 from ..call import GdnBackward
-from ..portable.backward import APART, configuration, lies_near
+from ..portable.backward import APART, TOKENS, configuration, lies_near
 from ..portable.backward_beta import small_betas
 from ..portable.backward_gates import Gates
-from ..portable.primitives import kv_strides
+from ..portable.primitives import kv_strides, on_read
 from .gradient import gdn_gradient_kernel
 from .gradient_states import gdn_states_kernel
 from .plan import (
@@ -29,7 +29,6 @@ from .plan import (
     REGISTERS,
     Prepare,
     block_map,
-    by_tma,
     computes,
     lies_for_tma,
     prepare_of,
@@ -39,7 +38,6 @@ from .plan import (
 # Registers of the gradient kernel's 12 warps: of the keys' (the queries' get as many), of those
 # that load or have little to do; and the cap at launch
 KEY_REGISTERS, FEW_REGISTERS, GRADIENT_CAP = 232, 40, 168
-TOKENS = (0, 1, 2, 9)  # q, k, v and do in a GdnBackward
 
 
 def prepare_gdn_chunk_bwd(call: GdnBackward) -> Optional[Callable]:
@@ -56,7 +54,7 @@ def is_readable(x: torch.Tensor) -> bool:
 
 
 def _prepare(call: GdnBackward) -> Callable:
-    return by_tma(_Gradient, call, *TOKENS, lies=is_readable)
+    return on_read(_Gradient, call, *TOKENS, lies=is_readable)
 
 
 class _Gradient:

@@ -13,8 +13,9 @@ from ...runtime import device
 from ...runtime.operation import on_dense
 from ...runtime.workspace import Workspace
 from ..call import GdnCall
+from ..portable.primitives import on_read
 from .backward import prepare_gdn_chunk_bwd  # noqa: F401
-from .plan import HEAD_DIM, Prepare, Scan, by_tma, computes, lies_for_tma, prepare_of
+from .plan import HEAD_DIM, Prepare, Scan, computes, lies_for_tma, prepare_of
 
 
 def dense_heads(state: Optional[torch.Tensor]) -> bool:
@@ -31,9 +32,9 @@ def prepare_gdn_chunk_fwd(call: GdnCall) -> Optional[Callable]:
 
 
 def prompts(kind: Callable, call) -> Optional[Callable]:
-    """kind(call) as by_tma has it, or None for layouts of tokens and states that are not read."""
+    """kind(call) as on_read has it, or None for layouts of tokens and states that are not read."""
     fits = computes(call) and dense_heads(call.initial_state) and all(map(lies_for_tma, call[:3]))
-    return by_tma(kind, call, 0, 1, 2, lies=lies_for_tma) if fits else None
+    return on_read(kind, call, 0, 1, 2, lies=lies_for_tma) if fits else None
 
 
 class _Chunked:

@@ -19,12 +19,12 @@ from ...runtime.gluon import tile_map
 from ...runtime.launch import Launch
 from ...runtime.operation import on_dense
 from ..call import GdnBackward, GdnPieces
-from ..portable.backward import APART
-from ..portable.primitives import kv_strides
-from .backward import TOKENS, is_readable
+from ..portable.backward import APART, TOKENS
+from ..portable.primitives import kv_strides, on_read
+from .backward import is_readable
 from .chunk import prompts
 from .gradient_states import gdn_states_kernel
-from .plan import CAP, REGISTERS, Scan, block_map, by_tma, computes, prepare_of, token_map
+from .plan import CAP, REGISTERS, Scan, block_map, computes, prepare_of, token_map
 from .summary import gdn_summary_kernel
 
 
@@ -91,7 +91,7 @@ def prepare_gdn_entry_bwd(call: GdnBackward) -> Optional[Callable]:
 
 def _prepare_entry(call: GdnBackward) -> Optional[Callable]:
     fits = all(is_readable(call[i]) for i in TOKENS)
-    return by_tma(_Entry, call, *TOKENS, lies=is_readable) if fits else None
+    return on_read(_Entry, call, *TOKENS, lies=is_readable) if fits else None
 
 
 class _Entry:

@@ -7,16 +7,15 @@ Sizes: B batch, T tokens, H query/key heads, HV value heads, K = V = 128, N sequ
 a chunk, rows of chunks as in docs/gdn.md.
 """
 
-from typing import Callable, Optional, Tuple, Union
+from typing import Optional, Tuple, Union
 
 import torch
 
 from ...runtime import device
 from ...runtime.dtypes import HALF
 from ...runtime.gluon import tile_map
-from ...runtime.launch import Launch, aligned, by_alignment, steps
+from ...runtime.launch import Launch, steps
 from ...runtime.maps import Map, RawPointer
-from ...runtime.operation import on_copies
 from ..call import GdnCall
 from ..portable import prepare as portable
 from ..portable.chunk import NewStates
@@ -51,34 +50,6 @@ def computes(call) -> bool:
         and 0 < call.B * call.T < 2**30
         and call.N > 0
     )
-
-
-def by_tma(kind: Callable, call, *places: int, lies: Callable) -> Callable:
-    """kind(call), as a function of the tensors of all calls like this one.
-
-    It takes copies of tensors at these places that do not lie(x) as the kernels read them. If any
-    begins at no multiple of 16 bytes, all are made contiguous, for the next call may pass others.
-    """
-
-    def made(call) -> Callable:
-        tokens = [call[i] for i in places]
-        keeps = lies if aligned(*tokens) else _is_whole
-        if all(map(keeps, tokens)):
-            return kind(call)
-
-        def copied(*tensors) -> list:
-            return [
-                x if i not in places or keeps(x) else x.clone(memory_format=torch.contiguous_format)
-                for i, x in enumerate(tensors)
-            ]
-
-        return on_copies(kind, call, copied)
-
-    return by_alignment(made, call, *places)
-
-
-def _is_whole(x: torch.Tensor) -> bool:
-    return x.is_contiguous() and aligned(x)
 
 
 def lies_for_tma(x: torch.Tensor) -> bool:

@@ -13,18 +13,20 @@ import torch
 from ...runtime import device, tuning
 from ...runtime.dtypes import SERVED
 from ...runtime.launch import steps
-from ...runtime.operation import on_dense
+from ...runtime.operation import on_copies, on_dense
 from ...runtime.sizes import next_power_of_2
-from ..call import GdnBackward, GdnCall
+from ..call import GdnBackward
 from .backward_beta import small_betas
 from .backward_gates import Gates
-from .backward_key import gdn_backward_key
-from .backward_query import gdn_backward_query
-from .backward_states import gdn_backward_states
-from .prepare import gdn_prepare
+from .backward_key import key_launch
+from .backward_query import query_launch
+from .backward_states import States
+from .prepare import Prepare
+from .primitives import on_read
 
 # fields of a GdnBackward that kernels take with any strides
 APART = ("g", "beta", "initial_state", "do", "d_final_state", "tb", "p", "f")
+TOKENS = (0, 1, 2, 9)  # q, k, v and do in a GdnBackward
 
 
 def prepare_gdn_chunk_bwd(call: GdnBackward) -> Optional[Callable]:
@@ -40,8 +42,18 @@ def prepare_gdn_chunk_bwd(call: GdnBackward) -> Optional[Callable]:
 
 
 def _prepare(call: GdnBackward) -> Callable:
-    options = call.options
-    return lambda *tensors: _gradients(GdnBackward(*tensors, options))
+    K, V = call.K, call.V
+    if (K, V) == (_filled(K), _filled(V)):
+        return _read(call)
+    run = on_copies(_read, call, _padded)
+
+    def by_padded(*tensors) -> tuple:
+        dq, dk, dv, *gates, d_initial = run(*tensors)
+        dq, dk = [None if x is None else cut(x, K) for x in (dq, dk)]
+        d_initial = None if d_initial is None else cut(d_initial, *tensors[7].shape[2:])
+        return dq, dk, cut(dv, V), *gates, d_initial
+
+    return by_padded
 
 
 @functools.lru_cache(maxsize=256)
@@ -87,50 +99,72 @@ def for_registers(phase: str, config: dict, K: int) -> dict:
     return {**config, "num_warps": 16} if "STAGES" in config and overflows else config
 
 
-def _query_and_key(call: GdnCall, f, do, h, dh, vt, dv, config: dict) -> tuple:
-    """Returns dq, dk, cumsum(g) in log2 [rows, HV, C] and operands of the gates' gradient.
+class _Gradient:
+    """The launches for all calls with the same shapes, strides, dtypes and options; K and V are
+    powers of two."""
 
-    These are the vectors by_query and by_key [rows, HV, NV, 8, C] and <S, dS> [rows, HV, NV].
-    """
-    rows, HV = f.shape[:2]
-    NQ, NK = (vt.shape[3] // config[side]["BLOCK_V"] for side in ("query", "key"))
-    cumulative = f.new_empty(rows, HV, 64)
-    by_query = f.new_empty(rows, HV, NQ, 8, 64)
-    by_key, ends = f.new_empty(rows, HV, NK, 8, 64), f.new_empty(rows, HV, NK)
-    dp = vt.new_empty(rows, call.H, 2, 64, 64)  # dP and N of a key head
-    dq = gdn_backward_query(call, f, do, vt, h, dp, cumulative, by_query, config["query"])
-    dk = gdn_backward_key(call, f, cumulative, dp, vt, dv, h, dh, by_key, ends, config["key"])
-    return dq, dk, cumulative, by_query, by_key, ends
+    __slots__ = ("where", "prepare", "states", "shapes", "query", "key", "gates", "betas")
 
-
-def _gradients(call: GdnBackward) -> tuple:
-    K, V, initial_state = call.K, call.V, call.initial_state
-    do, d_final = near(padded(call.do, 0)), call.d_final_state
-    d_final = None if d_final is None else padded(d_final, 1)
-    q, k, v = (near(padded(x, 0)) for x in (call.q, call.k, call.v))
-    start = None if initial_state is None else padded(initial_state, 1)
-    call = call._replace(q=q, k=k, v=v, initial_state=start)  # K and V are now powers of two
-    config = configuration(call.N * call.HV, call.K, call.V, q.element_size(), q.device)
-    with device.on(q.device):
-        if call.prepared is None:
-            tb, p, f, _ = gdn_prepare(call)
-        else:
-            tb, p, f = call.prepared
-        h, dh, vt, dv, d_initial = gdn_backward_states(
-            call, do, d_final, tb, p, f, config["states"]
-        )
-        if initial_state is not None:
-            d_initial = cut(d_initial, *initial_state.shape[2:])
+    def __init__(self, call: GdnBackward):
+        do, size, rows, HV = call.do, call.q.element_size(), call.rows, call.HV
+        config = configuration(call.N * HV, call.K, call.V, size, call.device)
+        self.where = call.device
+        self.prepare = None if call.prepared else Prepare(call)
+        self.states = States(call, do, call.d_final_state, config["states"])
+        self.query = None
         if call.options.values_only:
-            return None, None, cut(dv, V), None, None, None, None, d_initial
-        dq, dk, cumulative, *parts = _query_and_key(call, f, do, h, dh, vt, dv, config)
-        blocks = (call.V // config[side]["BLOCK_V"] for side in ("query", "key"))
-        own = (call.g, call.beta, call.A_log, call.dt_bias, call.cu_seqlens)
-        gates = Gates(call, *blocks, config["gates"])(*own, f, *parts)
-        _, dbeta, _, _ = gates
-        own = (call.k, call.v, call.beta, call.cu_seqlens, p, f, cumulative, None, None)
-        small_betas(call, do, config["beta"])(*own, do, vt, dv, h, dh, dbeta)
-    return (cut(dq, K), cut(dk, K), cut(dv, V), *gates, d_initial)
+            return
+        NQ, NK = (call.V // config[side]["BLOCK_V"] for side in ("query", "key"))
+        # cumsum(g) in log2, the vectors of queries and of keys, <S, dS>; dP and N of a key head
+        fp32 = ((64,), (NQ, 8, 64), (NK, 8, 64), (NK,))
+        self.shapes = [(rows, HV, *shape) for shape in fp32], (rows, call.H, 2, 64, 64)
+        self.query = query_launch(call, config["query"])
+        self.key = key_launch(call, config["key"])
+        self.gates = Gates(call, NQ, NK, config["gates"])
+        self.betas = small_betas(call, do, config["beta"])
+
+    def __call__(self, *tensors) -> tuple:
+        with device.on(self.where):
+            return self._launched(*tensors)
+
+    def _launched(
+        self, q, k, v, g, beta, A_log, dt_bias, initial, cu_seqlens, do, d_final, tb, p, f
+    ) -> tuple:
+        if self.prepare is not None:
+            tb, p, f, _ = self.prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens)
+        blocks = (tb, p, f, cu_seqlens, None)
+        h, dh, vt, dv, d_initial = self.states(q, k, v, do, *blocks, initial, d_final)
+        d_initial = None if initial is None else d_initial.contiguous()
+        if self.query is None:
+            return None, None, dv, None, None, None, None, d_initial
+        fp32, square = self.shapes
+        cumulative, by_query, by_key, ends = [f.new_empty(shape) for shape in fp32]
+        dp, dq, dk = vt.new_empty(square), q.new_empty(q.shape), k.new_empty(k.shape)
+        own = (g, A_log, dt_bias, cu_seqlens)
+        self.query(q, k, *own, f, do, vt, h, dq, dp, cumulative, by_query)
+        self.key(q, k, cu_seqlens, f, cumulative, dp, vt, dv, h, dh, dk, by_key, ends)
+        own = (g, beta, A_log, dt_bias, cu_seqlens)
+        gates = self.gates(*own, f, by_query, by_key, ends)  # dg, dbeta, dA_log, ddt_bias
+        of_chunks = (p, f, cumulative, None, None)
+        self.betas(k, v, beta, cu_seqlens, *of_chunks, do, vt, dv, h, dh, gates[1])
+        return (dq, dk, dv, *gates, d_initial)
+
+
+def _read(call: GdnBackward) -> Callable:
+    return on_read(_Gradient, call, *TOKENS, lies=lies_near)
+
+
+def _padded(*tensors) -> list:
+    """The tensors of a call, with head dims filled up to powers of two."""
+    filled = [padded(x, 0) if i in TOKENS else x for i, x in enumerate(tensors)]
+    for i in (7, 10):  # initial_state, d_final_state
+        filled[i] = None if filled[i] is None else padded(filled[i], 1)
+    return filled
+
+
+def _filled(n: int) -> int:
+    """The head dim that kernels compute in place of n."""
+    return max(next_power_of_2(n), 32)
 
 
 def padded(x: torch.Tensor, more: int) -> torch.Tensor:
@@ -141,7 +175,7 @@ def padded(x: torch.Tensor, more: int) -> torch.Tensor:
     ptxas of Triton 3.4 to 3.6 loses descriptors of products in loops that are not
     (docs/gdn_backward.md).
     """
-    missing = [max(next_power_of_2(n), 32) - n for n in x.shape[-1 - more :]]
+    missing = [_filled(n) - n for n in x.shape[-1 - more :]]
     if not any(missing):
         return x
     return torch.nn.functional.pad(x, [y for n in reversed(missing) for y in (0, n)])

@@ -14,12 +14,11 @@ transposed from memory: Triton below 3.7.1 miscompiles a dot of a transposed acc
 Sizes as in backward_query.py.
 """
 
-import torch
 import triton
 import triton.language as tl
 
 from ...runtime.launch import Launch, steps
-from ..call import GdnCall
+from ..call import GdnBackward
 from .backward_query import at, inverse_norm, place, tile
 from .primitives import chunk_numbers, precision
 
@@ -132,23 +131,17 @@ def _key_bwd_kernel(
     tl.store(dk_ptr + cells, dk.to(dk_ptr.dtype.element_ty), mask=ok[:, None])
 
 
-def gdn_backward_key(
-    call: GdnCall, f, cumulative, dp, vt, dv, h, dh, parts, ends, config: dict
-) -> torch.Tensor:
-    """dk [B, T, H, K]; fills ends [rows, HV, NV], dp[:, :, 1] and five of the vectors in parts."""
-    q, k, H, HV = call.q, call.k, call.H, call.HV
-    dk = k.new_empty(k.shape)
-    if h.shape[0] * HV == 0:
-        return dk
-    halves = config.get("HALVES", False) and call.K > 128
-    loops = (config["BLOCK_V"], config["STAGES"], halves, precision(q.dtype))
-    kernel = Launch(
+def key_launch(call: GdnBackward, config: dict) -> Launch:
+    """The launch of the kernel above for all calls with the same facts."""
+    H, HV, K = call.H, call.HV, call.K
+    halves = config.get("HALVES", False) and K > 128
+    loops = (config["BLOCK_V"], config["STAGES"], halves, precision(call.q.dtype))
+    return Launch(
         _key_bwd_kernel,
-        h.shape[0] * H,
-        q.device,
-        numbers=(steps(q), steps(k), *chunk_numbers(call)),
-        constexprs=(H, HV // H, call.K, call.V, call.options.use_qk_l2norm, *loops),
+        call.rows * H,
+        call.device,
+        numbers=(steps(call.q), steps(call.k), *chunk_numbers(call)),
+        constexprs=(H, HV // H, K, call.V, call.options.use_qk_l2norm, *loops),
         options=(("num_warps", config["num_warps"]),),
+        guarded=True,
     )
-    kernel(q, k, call.cu_seqlens, f, cumulative, dp, vt, dv, h, dh, dk, parts, ends)
-    return dk

@@ -12,13 +12,12 @@ NV blocks of V. K and V are powers of two. `parts` [rows, HV, NV, 8, C] receives
 backward_gates.py combines.
 """
 
-import torch
 import triton
 import triton.language as tl
 
 from ...runtime.launch import Launch, steps
 from ...runtime.sizes import next_power_of_2
-from ..call import GdnCall
+from ..call import GdnBackward
 from .gates import log2_decay
 from .primitives import chunk_numbers, locate, precision
 
@@ -169,24 +168,17 @@ def _query_bwd_kernel(
     tl.store(dq_ptr + cells, dq.to(dq_ptr.dtype.element_ty), mask=ok[:, None])
 
 
-def gdn_backward_query(
-    call: GdnCall, f, do, vt, h, dp, cumulative, parts, config: dict
-) -> torch.Tensor:
-    """dq [B, T, H, K]; fills cumulative [rows, HV, C], dp[:, :, 0] and three vectors of parts."""
-    q, k, g, H, HV = call.q, call.k, call.g, call.H, call.HV
-    dq = q.new_empty(q.shape)
-    if h.shape[0] * HV == 0:
-        return dq
-    sizes = (H, HV // H, next_power_of_2(HV // H), call.K, call.V)
-    loops = (config["BLOCK_V"], config["STAGES"], precision(q.dtype))
-    kernel = Launch(
+def query_launch(call: GdnBackward, config: dict) -> Launch:
+    """The launch of the kernel above for all calls with the same facts."""
+    H, HV = call.H, call.HV
+    sizes = (H, HV // H, next_power_of_2(HV // H), call.K, call.V, call.options.use_qk_l2norm)
+    tokens = (call.q, call.k, call.g, call.do)
+    return Launch(
         _query_bwd_kernel,
-        h.shape[0] * H,
-        q.device,
-        numbers=(*map(steps, (q, k, g, do)), *chunk_numbers(call), call.options.scale),
-        constexprs=(*sizes, call.options.use_qk_l2norm, *loops),
+        call.rows * H,
+        call.device,
+        numbers=(*map(steps, tokens), *chunk_numbers(call), call.options.scale),
+        constexprs=(*sizes, config["BLOCK_V"], config["STAGES"], precision(call.q.dtype)),
         options=(("num_warps", config["num_warps"]),),
+        guarded=True,
     )
-    inputs = (q, k, g, call.A_log, call.dt_bias, call.cu_seqlens)
-    kernel(*inputs, f, do, vt, h, dq, dp, cumulative, parts)
-    return dq

@@ -26,7 +26,6 @@ import triton.language as tl
 
 from ...runtime.launch import Launch, steps
 from ...runtime.primitives import sequence_bounds
-from ..call import GdnCall
 from .primitives import kv_strides, precision
 
 
@@ -236,28 +235,43 @@ def _states_bwd_kernel(
             tl.store(ds0_ptr + at, s.to(ds0_ptr.dtype.element_ty))
 
 
-def gdn_backward_states(call: GdnCall, do, d_final_state, tb, p, f, config: dict, ke=None) -> tuple:
-    """h and dh [rows, HV, K, V], vt and dv [B, T, HV, V], and the initial state's gradient.
+class States:
+    """The launch of the kernel above for all calls with the same facts."""
 
-    h is the state before each chunk, dh the gradient of the state after it. With ke, the call's q
-    and k are Qd and Kd, and f is gam.
-    """
-    q, k, v, H, HV, K, V = call.q, call.k, call.v, call.H, call.HV, call.K, call.V
-    h = q.new_empty(tb.shape[0], HV, K, V)
-    dh = torch.empty_like(h)
-    vt, dv = v.new_empty(v.shape), v.new_empty(v.shape)
-    initial = call.initial_state
-    d_initial = None if initial is None else torch.empty_like(initial)
-    states = (initial, d_final_state, d_initial)
-    at_states = (kv_strides(x, call.options.state_v_first) for x in states)
-    kernel = Launch(
-        _states_bwd_kernel,
-        2 * call.N * HV * (V // config["BLOCK_V"]),
-        q.device,
-        numbers=(*map(steps, (q, k, v, do)), *at_states, call.T),
-        constexprs=(H, HV // H, K, V, config["BLOCK_V"], config["STAGES"], precision(q.dtype)),
-        options=(("num_warps", config["num_warps"]),),
-    )
-    inputs = (q, k, v, do, tb, p, f, call.cu_seqlens, ke, initial, d_final_state)
-    kernel(*inputs, h, dh, vt, dv, d_initial)
-    return h, dh, vt, dv, d_initial
+    __slots__ = ("kernel", "shape")
+
+    def __init__(self, call, do, d_final_state, config: dict):
+        q, H, HV, K, V = call.q, call.H, call.HV, call.K, call.V
+        initial = call.initial_state
+        d_initial = None if initial is None else torch.empty_like(initial, device="meta")
+        ends = (initial, d_final_state, d_initial)
+        at_ends = (kv_strides(x, call.options.state_v_first) for x in ends)
+        self.shape = (call.rows, HV, K, V)
+        self.kernel = Launch(
+            _states_bwd_kernel,
+            2 * call.N * HV * (V // config["BLOCK_V"]),
+            q.device,
+            numbers=(*map(steps, (q, call.k, call.v, do)), *at_ends, call.T),
+            constexprs=(H, HV // H, K, V, config["BLOCK_V"], config["STAGES"], precision(q.dtype)),
+            options=(("num_warps", config["num_warps"]),),
+            guarded=True,
+        )
+
+    def __call__(self, q, k, v, do, tb, p, f, cu_seqlens, ke, initial, d_final_state) -> tuple:
+        """h and dh [rows, HV, K, V], vt and dv [B, T, HV, V], and the initial state's gradient.
+
+        h is the state before each chunk, dh the gradient of the state after it. With ke, q and k
+        are Qd and Kd, and f is gam.
+        """
+        h, dh = q.new_empty(self.shape), q.new_empty(self.shape)
+        vt, dv = v.new_empty(v.shape), v.new_empty(v.shape)
+        d_initial = None if initial is None else torch.empty_like(initial)
+        inputs = (q, k, v, do, tb, p, f, cu_seqlens, ke, initial, d_final_state)
+        self.kernel(*inputs, h, dh, vt, dv, d_initial)
+        return h, dh, vt, dv, d_initial
+
+
+def gdn_backward_states(call, do, d_final_state, tb, p, f, config: dict, ke=None) -> tuple:
+    """States of a call and its tensors."""
+    tensors = (call.q, call.k, call.v, do, tb, p, f, call.cu_seqlens, ke)
+    return States(call, do, d_final_state, config)(*tensors, call.initial_state, d_final_state)

@@ -307,9 +307,3 @@ class Prepare:
         gates = small.new_empty((rows, HV, self.scratch, CHUNK))
         self.kernel(q, k, g, beta, A_log, dt_bias, cu_seqlens, tb, p, f, gates, decay)
         return tb, p, f, decay
-
-
-def gdn_prepare(call: GdnCall) -> tuple:
-    """Tb, P, F and decay of every chunk row and value head: the boundary of docs/gdn.md."""
-    gates = (call.g, call.beta, call.A_log, call.dt_bias)
-    return Prepare(call)(call.q, call.k, *gates, call.cu_seqlens)

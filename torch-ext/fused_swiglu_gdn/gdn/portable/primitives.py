@@ -3,12 +3,14 @@
 Sizes: B T H HV K V; N sequences; C = 64 tokens a chunk; rows of chunks as in gdn/chunks.py.
 """
 
-from typing import Optional
+from typing import Callable, Optional
 
 import torch
 import triton
 import triton.language as tl
 
+from ...runtime.launch import aligned, by_alignment
+from ...runtime.operation import on_copies
 from ...runtime.primitives import sequence_bounds
 from ..call import GdnCall
 from ..chunks import CHUNK
@@ -61,6 +63,34 @@ def precision(dtype: torch.dtype) -> str:
     if dtype == torch.float32 or torch.version.hip is not None:
         return EXACT_FP32
     return "tf32"
+
+
+def on_read(kind: Callable, call, *places: int, lies: Callable) -> Callable:
+    """kind(call), as a function of the tensors of all calls like this one.
+
+    It takes copies of tensors at these places that do not lie(x) as the kernels read them. If any
+    begins at no multiple of 16 bytes, all are made contiguous, for the next call may pass others.
+    """
+
+    def made(call) -> Callable:
+        tokens = [call[i] for i in places]
+        keeps = lies if aligned(*tokens) else _is_whole
+        if all(map(keeps, tokens)):
+            return kind(call)
+
+        def copied(*tensors) -> list:
+            return [
+                x if i not in places or keeps(x) else x.clone(memory_format=torch.contiguous_format)
+                for i, x in enumerate(tensors)
+            ]
+
+        return on_copies(kind, call, copied)
+
+    return by_alignment(made, call, *places)
+
+
+def _is_whole(x: torch.Tensor) -> bool:
+    return x.is_contiguous() and aligned(x)
 
 
 def kv_strides(state: Optional[torch.Tensor], v_first: bool) -> tuple:
