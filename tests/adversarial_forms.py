@@ -1,16 +1,18 @@
 """Gated MLPs as people write them, and modules that only look like one.
 
-Every entry is a class of MLPs of width 16 -> 24 -> 16, or a function that makes a module, with what
-kernelize must say of it: None where it is the formula, else a part of the reason for leaving it
-alone.
+Every entry of FORMS is a class of MLPs of width 16 -> 24 -> 16, or a function that makes a module,
+with what kernelize must say of it: None where it is the formula, else a part of the reason for
+leaving it alone. TEXTS has those of which only the forward is another.
 """
 
 import functools
+import re
 from types import FunctionType, SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from written import with_forward
 
 K, N = 16, 24
 
@@ -67,29 +69,6 @@ def changed(change, base=P):
     return make
 
 
-class Biases(P):
-    bias = True
-
-
-class Subclass(P):
-    pass
-
-
-class Swapped(P):
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
-
-
-class Temporaries(P):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Of several lines."""
-        up: torch.Tensor = self.up_proj(x)
-        act = self.act_fn
-        gate = self.gate_proj(x)
-        x = up * act(gate)
-        return self.down_proj(x)
-
-
 class OtherSelf(P):
     def forward(this, y):
         y = this.act_fn(this.gate_proj(y)) * this.up_proj(y)
@@ -112,17 +91,6 @@ class SiluInTheCode(P):
         return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class GeluTanhInTheCode(P):
-    def forward(self, x):
-        gate = torch.nn.functional.gelu(self.gate_proj(x), approximate="tanh")
-        return self.down_proj(gate * self.up_proj(x))
-
-
-class GeluInTheCode(P):
-    def forward(self, x):
-        return self.down_proj(F.gelu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class ActivationFn(P):
     """With act_fn beside it: the source says which one it is."""
 
@@ -132,12 +100,6 @@ class ActivationFn(P):
 
     def forward(self, x):
         return self.down_proj(self.activation_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Subscripts(Joined):
-    def forward(self, x):
-        halves = torch.chunk(self.gate_up_proj(x), 2, dim=-1)
-        return self.down_proj(self.activation_fn(halves[0]) * halves[1])
 
 
 class UpFirst(Joined):
@@ -174,12 +136,6 @@ class Rate(P):
         return nn.functional.dropout(y, p=self.rate, training=self.training)
 
 
-class AlwaysDrops(Rate):
-    def forward(self, x):
-        y = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-        return F.dropout(y, p=self.rate)
-
-
 class T5(nn.Module):
     def __init__(self):
         super().__init__()
@@ -198,16 +154,6 @@ class T5(nn.Module):
         ):
             hidden_states = hidden_states.to(self.wo.weight.dtype)
         hidden_states = self.wo(hidden_states)
-        return hidden_states
-
-
-class T5Otherwise(T5):
-    """The cast is of the result, not of the product."""
-
-    def forward(self, hidden_states):
-        hidden_states = self.wo(self.act(self.wi_0(hidden_states)) * self.wi_1(hidden_states))
-        if hidden_states.dtype != torch.float32:
-            hidden_states = hidden_states.to(torch.bfloat16)
         return hidden_states
 
 
@@ -250,100 +196,8 @@ class Wrapped(P):
     forward = double(P.forward)
 
 
-class Clamped(P):
-    def forward(self, x):
-        gate = self.gate_proj(x).clamp(max=7.0)
-        return self.down_proj(self.act_fn(gate) * self.up_proj(x))
-
-
-class ClampedInput(P):
-    def forward(self, x):
-        x = torch.clamp(x, -50.0, 50.0)
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
-class BranchOnDtype(P):
-    def forward(self, x):
-        if x.dtype == torch.bfloat16:
-            x = -x
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
-class BranchOnSize(P):
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * (
-            -1.0 if x.shape[0] == 3 else 1.0
-        )
-
-
-class BranchOnGrad(P):
-    def forward(self, x):
-        y = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-        return y if torch.is_grad_enabled() else 2 * y
-
-
-class BranchOnMode(P):
-    def forward(self, x):
-        act = self.act_fn if self.training else F.relu
-        return self.down_proj(act(self.gate_proj(x)) * self.up_proj(x))
-
-
-class DropoutByGradMode(P):
-    def forward(self, x):
-        x = F.dropout(x, p=0.5, training=torch.is_grad_enabled())
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Augmented(P):
-    def forward(self, x):
-        x = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
-        x *= 2
-        return self.down_proj(x)
-
-
-class Multiplier(P):
+class Scaled(P):
     scale = 2.0
-
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x) * self.scale) * self.up_proj(x))
-
-
-class ScaledByNumber(P):
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x) * 0.5)
-
-
-class NoActivation(P):
-    def forward(self, x):
-        return self.down_proj(self.gate_proj(x) * self.up_proj(x))
-
-
-class BothActivated(P):
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.act_fn(self.up_proj(x)))
-
-
-class ActivatedTwice(P):
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.act_fn(self.gate_proj(x))) * self.up_proj(x))
-
-
-class OneForBoth(P):
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.gate_proj(x))
-
-
-class SameHalf(Joined):
-    def forward(self, x):
-        gate, _ = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(self.activation_fn(gate) * gate)
-
-
-class TwoSigns(P):
-    """Of an odd activation it would be the formula."""
-
-    def forward(self, x):
-        return self.down_proj(self.act_fn(-self.gate_proj(x)) * -self.up_proj(x))
 
 
 class Thirds(Joined):
@@ -354,35 +208,6 @@ class Thirds(Joined):
     def forward(self, x):
         gate, up, _ = self.gate_up_proj(x).chunk(3, dim=-1)
         return self.down_proj(self.activation_fn(gate) * up)
-
-
-class Interleaved(Joined):
-    def forward(self, x):
-        up = self.gate_up_proj(x)
-        return self.down_proj(self.activation_fn(up[..., ::2]) * up[..., 1::2])
-
-
-class Counting(P):
-    def forward(self, x):
-        self.act_fn(x)
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Residual(P):
-    def forward(self, x):
-        return x + self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Tuple(P):
-    def forward(self, x):
-        return (self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)),)
-
-
-class InFp32(P):
-    def forward(self, x):
-        gate = self.gate_proj(x)
-        gate = (self.act_fn(gate.float()) * self.up_proj(x).float()).to(gate.dtype)
-        return self.down_proj(gate)
 
 
 class SubNorm(P):
@@ -469,65 +294,11 @@ class ByWeights(P):
         return self.down_proj(self.act_fn(gate) * (x @ self.up_proj.weight.T))
 
 
-class WithoutBias(ByWeights):
-    """A bias that the forward does not add."""
-
-    bias = True
-
-
-class OneRowOtherwise(P):
-    """Of the sizes that the trial has, one row is another formula."""
-
-    def forward(self, x):
-        if x.shape[0] == 1:
-            x = x * 2
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
-class LargeOtherwise(P):
-    """Sizes that the trial has not."""
-
-    def forward(self, x):
-        x = x * (1 + x.shape[0] // 1000)
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
-class ByTruth(P):
-    def forward(self, x):
-        x = -x if bool(x.sum() > 1e6) else x
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
-class LambdaBySize(P):
-    def forward(self, x):
-        scaled = lambda y: y * 2 if y.shape[0] > 999 else y  # noqa: E731
-        return self.down_proj(self.act_fn(self.gate_proj(scaled(x))) * self.up_proj(x))
-
-
 class PropertyBySize(P):
     scale = property(lambda self: 1.0 + (torch.rand(()) < 1e-9))
 
     def forward(self, x):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * self.scale
-
-
-class LoopBySize(P):
-    def forward(self, x):
-        for _ in range(x.shape[0] // 1000):
-            x = x * 2
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
-class ScaledInPlace(P):
-    def forward(self, x):
-        x *= 2
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
-class NoGrad(P):
-    def forward(self, x):
-        with torch.no_grad():
-            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
 class PartOfAnObject(P):
@@ -559,7 +330,7 @@ class OtherCode(P):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
-OtherCode.forward.__code__ = NoActivation.forward.__code__.replace(
+OtherCode.forward.__code__ = OtherSelf.forward.__code__.replace(
     co_firstlineno=OtherCode.forward.__code__.co_firstlineno
 )
 
@@ -668,16 +439,6 @@ class Margin(P):
         return super().forward(x)
 
 
-class Walrus(P):
-    def forward(self, x):
-        return self.down_proj(self.act_fn(gate := self.gate_proj(x)) * self.up_proj(x) + 0 * gate)
-
-
-class WalrusOfTheInput(P):
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x := x * 2)) * self.up_proj(x))
-
-
 class Rest(P):
     def forward(self, x, *args, **kwargs):
         return super().forward(x)
@@ -699,33 +460,6 @@ class OwnDict(P):
         return {**super().__dict__, "extra": 1}
 
 
-class CheckedFirst(P):
-    def forward(self, x):
-        assert x.is_floating_point() and x.shape[-1] > 0
-        if x is None:
-            raise ValueError("no input")
-        else:
-            x = x.reshape(x.shape)
-            return super().forward(x)
-
-
-class CheckedLater(P):
-    """What is checked is not what came."""
-
-    def forward(self, x):
-        x = x.flatten(0, -2)
-        assert x.shape[0] > 3
-        return super().forward(x)
-
-
-class ReturnsWhereItChecks(P):
-    def forward(self, x):
-        if x.shape[0] > 3:
-            return x
-        else:
-            return super().forward(x)
-
-
 def dropping(function):
     def wrapper(*args, **kwargs):
         kwargs.pop("position", None)
@@ -736,13 +470,6 @@ def dropping(function):
 
 class Drops(P):
     forward = dropping(P.forward)
-
-
-class Chooses(P):
-    """An operation that routers may have."""
-
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x).sort(-1).values)
 
 
 def narrow(m):
@@ -764,19 +491,96 @@ def named(name):
     return make
 
 
+# forwards by what they do first and what they return: `gate` and `up` are the products of x, with
+# `act` and `down` as functions; the usual formula where nothing is returned
+USUAL = "return down(act(gate) * up)"
+WORDS = {"gate": "self.gate_proj(x)", "up": "self.up_proj(x)", "act": "self.act_fn",
+         "down": "self.down_proj"}  # fmt: skip
+TEXTS = {
+    "a subclass": ("return super().forward(x)", None),
+    "the activation on up": ("return down(act(up) * gate)", None),
+    "temporaries": (
+        "'Of several lines.'\nu: torch.Tensor = up\na = act\ng = gate\nx = u * a(g)\n"
+        "return down(x)", None),
+    "a named value": ("return down(act(g := gate) * up + 0 * g)", None),
+    "a named value for the input": (
+        "return down(act(self.gate_proj(x := x * 2)) * up)", "another formula"),
+    "checked first": (
+        "assert x.is_floating_point() and x.shape[-1] > 0\n"
+        "if x is None:\n    raise ValueError('no input')\n"
+        "else:\n    x = x.reshape(x.shape)\n    return super().forward(x)", None),
+    "checked later": ("x = x.flatten(0, -2)\nassert x.shape[0] > 3", "assert x.shape[0] > 3"),
+    "returns where it checks": ("if x.shape[0] > 3:\n    return x", "x.shape[0]"),
+    "gelu tanh in the code": ("return down(F.gelu(gate, approximate='tanh') * up)", None),
+    "gelu in the code": ("return down(F.gelu(gate) * up)", "another formula"),
+    "dropout by grad mode": (
+        "x = F.dropout(x, p=0.5, training=torch.is_grad_enabled())", "F.dropout"),
+    "clamped": ("return down(act(gate.clamp(max=7.0)) * up)", "gate_proj(x).clamp(max=7.0)"),
+    "clamped input": ("x = torch.clamp(x, -50.0, 50.0)", "torch.clamp"),
+    "branch on dtype": ("if x.dtype == torch.bfloat16:\n    x = -x", "another formula"),
+    "branch on size": (
+        "return down(act(gate) * up) * (-1.0 if x.shape[0] == 3 else 1.0)", "x.shape"),
+    "branch on grad mode": (
+        "y = down(act(gate) * up)\nreturn y if torch.is_grad_enabled() else 2 * y",
+        "is_grad_enabled"),
+    "branch on training": (
+        "a = act if self.training else F.relu\nreturn down(a(gate) * up)", "F.relu"),
+    "augmented": ("x = act(gate) * up\nx *= 2\nreturn down(x)", "another formula"),
+    "multiplier": ("return down(act(gate * self.scale) * up)", "another formula", Scaled),
+    "scaled": ("return down(act(gate) * up * 0.5)", "another formula"),
+    "no activation": ("return down(gate * up)", "another formula"),
+    "both activated": ("return down(act(gate) * act(up))", "another formula"),
+    "activated twice": ("return down(act(act(gate)) * up)", "another formula"),
+    "one product for both": ("return down(act(gate) * gate)", "another formula"),
+    "two signs turned": ("return down(act(-gate) * -up)", "another formula"),  # of an odd one not
+    "an idle call": ("act(x)", "self.act_fn(x)"),
+    "residual": ("return x + down(act(gate) * up)", "another formula"),
+    "a tuple": ("return (down(act(gate) * up),)", "another formula"),
+    "in fp32": (
+        "g = gate\nreturn down((act(g.float()) * up.float()).to(g.dtype))", "another formula"),
+    "one row is another formula": ("if x.shape[0] == 1:\n    x = x * 2", "x.shape[0] == 1"),
+    "large sizes are another formula": ("x = x * (1 + x.shape[0] // 1000)", "x.shape[0] // 1000"),
+    "by the truth of a value": ("x = -x if bool(x.sum() > 1e6) else x", "x.sum() > "),
+    "a size in a lambda": (
+        "scaled = lambda y: y * 2 if y.shape[0] > 999 else y\nx = scaled(x)", "y.shape[0] > 999"),
+    "a loop by size": (
+        "for _ in range(x.shape[0] // 1000):\n    x = x * 2", "range(x.shape[0]"),
+    "scaled in place": ("x *= 2", "x *= 2"),
+    "no gradients": (
+        "with torch.no_grad():\n    return down(act(gate) * up)", "with torch.no_grad()"),
+    "sorted": ("return down(act(gate) * up.sort(-1).values)", "has `"),
+    "dropout always": ("return F.dropout(down(act(gate) * up), p=self.rate)", "F.dropout", Rate),
+    "T5 with another cast": (  # of the result, not of the product
+        "x = self.wo(self.act(self.wi_0(x)) * self.wi_1(x))\n"
+        "return x if x.dtype == torch.float32 else x.to(torch.bfloat16)", "another formula", T5),
+    "joined, by subscripts": (
+        "halves = torch.chunk(self.gate_up_proj(x), 2, dim=-1)\n"
+        "return down(self.activation_fn(halves[0]) * halves[1])", None, Joined),
+    "one half for both": (
+        "g, _ = self.gate_up_proj(x).chunk(2, dim=-1)\nreturn down(self.activation_fn(g) * g)",
+        "another formula", Joined),
+    "interleaved": (
+        "u = self.gate_up_proj(x)\n"
+        "return down(self.activation_fn(u[..., ::2]) * u[..., 1::2])", "another formula", Joined),
+}  # fmt: skip
+
+
+def written(text: str, base: type = P) -> type:
+    """A class with a forward of these statements."""
+    if not text.rpartition("\n")[2].startswith("return"):
+        text += f"\n{USUAL}"
+    words = r"(?<![\w.`])(gate|up|act|down)\b"
+    return with_forward(base, re.sub(words, lambda word: WORDS[word[0]], text))
+
+
 FORMS = {
     "usual": (P, None),
-    "biases": (Biases, None),
-    "a subclass": (Subclass, None),
-    "the activation on up": (Swapped, None),
-    "temporaries": (Temporaries, None),
+    "biases": (type("Biases", (P,), {"bias": True}), None),
     "self by another name": (OtherSelf, None),
     "other names, F.silu": (Named, None),
     "silu in the code, act_fn is relu": (with_parts(SiluInTheCode, act_fn=nn.ReLU()), None),
-    "gelu tanh in the code": (GeluTanhInTheCode, None),
     "act_fn and activation_fn": (ActivationFn, None),
     "joined": (Joined, None),
-    "joined, by subscripts": (Subscripts, None),
     "joined, up first": (UpFirst, None),
     "dropout of none": (DropoutOfNone, None),
     "dropout": (Dropout, "drops values out"),
@@ -792,17 +596,10 @@ FORMS = {
     "noise in training": (functools.partial(Flags, noise=0.1), "torch.randn_like"),
     "nothing of nothing": (EmptyFirst, None),
     "by weights": (ByWeights, None),
-    "a bias that is not added": (WithoutBias, "another formula"),
+    "a bias that is not added": (type("Biased", (ByWeights,), {"bias": True}), "another formula"),
     "by weights of a subclass": (
         with_parts(ByWeights, gate_proj=lambda: Loud(K, N)), "gate_proj is a"),
-    "one row is another formula": (OneRowOtherwise, "x.shape[0] == 1"),
-    "large sizes are another formula": (LargeOtherwise, "x.shape[0] // 1000"),
-    "by the truth of a value": (ByTruth, "x.sum() > "),
-    "a size in a lambda": (LambdaBySize, "y.shape[0] > 999"),
     "a property by chance": (PropertyBySize, "no source"),
-    "a loop by size": (LoopBySize, "range(x.shape[0]"),
-    "scaled in place": (ScaledInPlace, "x *= 2"),
-    "no gradients": (NoGrad, "with torch.no_grad()"),
     "an object's silu": (PartOfAnObject, "functions is no tensor"),
     "relu": (with_parts(act_fn=nn.ReLU()), None),
     "silu in place": (with_parts(act_fn=nn.SiLU(inplace=True)), None),
@@ -813,7 +610,6 @@ FORMS = {
     "one weight for two": (changed(tie), None),
     "gelu": (with_parts(act_fn=named("gelu")), "GELUActivation, by erf"),
     "exact nn.GELU": (with_parts(act_fn=nn.GELU()), "GELU, by erf"),
-    "gelu in the code": (GeluInTheCode, "another formula"),
     "quick_gelu": (with_parts(act_fn=named("quick_gelu")), "QuickGELU"),
     "python gelu": (with_parts(act_fn=named("gelu_python_tanh")), "GELUTanh"),
     "tanh": (with_parts(act_fn=nn.Tanh()), "its activation is Tanh"),
@@ -824,31 +620,8 @@ FORMS = {
     "hook on the activation": (
         changed(lambda m: m.act_fn.register_forward_hook(hook)), "its activation is SiLU"),
     "wrapped": (Wrapped, "wrapped by forward"),
-    "clamped": (Clamped, "self.gate_proj(x).clamp(max=7.0)"),
-    "clamped input": (ClampedInput, "torch.clamp"),
-    "branch on dtype": (BranchOnDtype, "another formula"),
-    "branch on size": (BranchOnSize, "x.shape"),
-    "branch on grad mode": (BranchOnGrad, "is_grad_enabled"),
-    "branch on training": (BranchOnMode, "F.relu"),
-    "dropout by grad mode": (DropoutByGradMode, "F.dropout"),
-    "dropout always": (AlwaysDrops, "F.dropout"),
-    "augmented": (Augmented, "another formula"),
-    "multiplier": (Multiplier, "another formula"),
-    "scaled": (ScaledByNumber, "another formula"),
-    "no activation": (NoActivation, "another formula"),
-    "both activated": (BothActivated, "another formula"),
-    "activated twice": (ActivatedTwice, "another formula"),
-    "one product for both": (OneForBoth, "another formula"),
-    "one half for both": (SameHalf, "another formula"),
-    "two signs turned": (TwoSigns, "another formula"),
     "thirds": (Thirds, "another formula"),
-    "interleaved": (Interleaved, "another formula"),
-    "an idle call": (Counting, "self.act_fn(x)"),
-    "residual": (Residual, "another formula"),
-    "a tuple": (Tuple, "another formula"),
-    "in fp32": (InFp32, "another formula"),
     "another norm": (SubNorm, "another formula"),
-    "T5 with another cast": (T5Otherwise, "another formula"),
     "two tensors": (TwoTensors, None),
     "keywords": (Keywords, None),
     "lambda": (Lambda, "no source"),
@@ -876,15 +649,11 @@ FORMS = {
     "parametrized": (changed(parametrize), None),
     "old weight norm": (changed(old_weight_norm), None),
     "a text at the margin": (Margin, None),
-    "a named value": (Walrus, None),
-    "a named value for the input": (WalrusOfTheInput, "another formula"),
     "further arguments": (Rest, None),
     "a mixin": (WithMixin, None),
     "__dict__": (OwnDict, "__dict__ of its own"),
-    "checked first": (CheckedFirst, None),
-    "checked later": (CheckedLater, "assert x.shape[0] > 3"),
-    "returns where it checks": (ReturnsWhereItChecks, "x.shape[0]"),
     "a keyword dropped": (Drops, None),
-    "sorted": (Chooses, "has `"),
     "up of one column": (changed(narrow), "several dtypes, or sizes"),
 }  # fmt: skip
+for _name, (_text, _expected, *_base) in TEXTS.items():
+    FORMS[_name] = written(_text, *_base), _expected

@@ -8,9 +8,9 @@ has None or a reason.
 import torch
 import torch.nn.functional as F
 from torch import nn
+from written import with_forward
 
 H, E, K = 16, 12, 3
-ANOTHER, PRODUCT = "not those of fused_topk", "another product"
 
 
 class Plain(nn.Module):
@@ -34,65 +34,6 @@ class Plain(nn.Module):
         return logits, weights.to(x.dtype), ids
 
 
-class OfTheChosen(Plain):
-    """Granite's."""
-
-    def forward(self, x):
-        logits = F.linear(x, self.weight).float()
-        chosen, ids = logits.topk(self.top_k, dim=-1)
-        return logits, torch.softmax(chosen, dim=-1).type_as(x), ids
-
-
-class LogitsLast(Plain):
-    """Granite's before transformers 5.21."""
-
-    def forward(self, x):
-        logits, weights, ids = super().forward(x)
-        return ids, weights, logits
-
-
-class ByArgsort(Plain):
-    def forward(self, x):
-        logits = torch.einsum("th,eh->te", x, self.weight)
-        ids = torch.argsort(logits, dim=-1, descending=True)[:, : self.top_k]
-        weights = torch.take_along_dim(torch.exp(torch.log_softmax(logits.float(), -1)), ids, -1)
-        weights.div_(weights.sum(-1, keepdim=True))
-        return logits, weights.type_as(x), ids
-
-
-class LogitsInPlace(Plain):
-    def forward(self, x):
-        x.mul_(1.0)
-        return super().forward(x)
-
-
-class Masked(Plain):
-    """All other weights are 0, and those of the chosen are taken of that."""
-
-    def forward(self, x):
-        logits = torch.mm(x, self.weight.t())
-        ids = logits.topk(self.top_k).indices
-        rest = torch.ones_like(logits).scatter(1, ids, 0.0).bool()
-        scores = logits.float().masked_fill(rest, float("-inf")).softmax(-1)
-        return logits, scores.gather(1, ids).to(x.dtype), ids
-
-
-class NotNormalized(Plain):
-    """Jamba's."""
-
-    def forward(self, x):
-        logits = F.linear(x, self.weight)
-        weights, ids = torch.topk(F.softmax(logits, dim=-1, dtype=torch.float), self.top_k, dim=-1)
-        return logits, weights, ids
-
-
-class Sorted(Plain):
-    def forward(self, x):
-        logits = x.float() @ self.weight.float().t()
-        scores, order = logits.softmax(-1).sort(dim=-1, descending=True)
-        return logits, (scores[:, : self.top_k] / self.top_k), order[:, : self.top_k]
-
-
 class Corrected(Plain):
     vectors = ("correction",)
 
@@ -104,204 +45,6 @@ class Corrected(Plain):
         weights = scores.gather(1, ids)
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * self.factor
         return logits, weights, ids
-
-
-class Added(Plain):
-    vectors = ("bias",)
-
-    def forward(self, x):
-        logits = F.linear(x, self.weight, self.bias)
-        scores, ids = logits.topk(self.top_k)
-        return logits, scores.softmax(-1), ids
-
-
-class Both(Plain):
-    """A bias of the product, and one of the choice."""
-
-    vectors = ("first", "second")
-
-    def forward(self, x):
-        logits = F.linear(x, self.weight, self.second)
-        scores = logits.float().softmax(-1)
-        ids = (scores + self.first).topk(self.top_k)[1]
-        return logits, scores.gather(-1, ids).to(x.dtype), ids
-
-
-class NoLeast(Corrected):
-    """Nothing is added to the sum: MiniMax-M3's."""
-
-    def forward(self, x):
-        logits = x.float() @ self.weight.float().T
-        scores = logits.sigmoid()
-        ids = (scores + self.correction).topk(self.top_k)[1]
-        weights = scores.gather(1, ids)
-        return logits, weights / weights.sum(-1, keepdim=True), ids
-
-
-class MoreThanLeast(Corrected):
-    def forward(self, x):
-        logits = x.float() @ self.weight.float().T
-        scores = logits.sigmoid()
-        ids = (scores + self.correction).topk(self.top_k)[1]
-        weights = scores.gather(1, ids)
-        return logits, weights / (weights.sum(-1, keepdim=True) + 1e-6), ids
-
-
-class ByLogits(Corrected):
-    """The bias is added to logits for the choice: Kolibri's."""
-
-    def forward(self, x):
-        logits = x.float() @ self.weight.float().T
-        ids = (logits + self.correction).topk(self.top_k)[1]
-        weights = logits.gather(1, ids).sigmoid()
-        return logits, weights / (weights.sum(-1, keepdim=True) + 1e-20), ids
-
-
-class Biased(Corrected):
-    """The bias stays in the weights."""
-
-    def forward(self, x):
-        logits = x.float() @ self.weight.float().T
-        weights, ids = (logits.sigmoid() + self.correction).topk(self.top_k)
-        return logits, weights / (weights.sum(-1, keepdim=True) + 1e-20), ids
-
-
-class TwiceBiased(Corrected):
-    def forward(self, x):
-        logits = x.float() @ self.weight.float().T
-        scores = logits.sigmoid()
-        ids = (scores + self.correction + self.correction).topk(self.top_k)[1]
-        weights = scores.gather(1, ids)
-        return logits, weights / (weights.sum(-1, keepdim=True) + 1e-20), ids
-
-
-class Scaled(Plain):
-    def forward(self, x):
-        logits, weights, ids = super().forward(x)
-        return logits, weights * 1.01, ids
-
-
-class Capped(Plain):
-    def forward(self, x):
-        logits = F.linear(x, self.weight)
-        scores = (torch.tanh(logits.float() / 50) * 50).softmax(-1)
-        weights, ids = scores.topk(self.top_k)
-        return logits, (weights / weights.sum(-1, keepdim=True)).to(x.dtype), ids
-
-
-class Warm(Plain):
-    """A temperature of the scores, not of the logits that are returned."""
-
-    def forward(self, x):
-        logits = F.linear(x, self.weight)
-        weights, ids = (logits.float() / 1.05).softmax(-1).topk(self.top_k)
-        return logits, (weights / weights.sum(-1, keepdim=True)).to(x.dtype), ids
-
-
-class WarmLogits(Plain):
-    def forward(self, x):
-        logits = F.linear(x, self.weight) / 1.05
-        weights, ids = logits.float().softmax(-1).topk(self.top_k)
-        return logits, (weights / weights.sum(-1, keepdim=True)).to(x.dtype), ids
-
-
-class OverTokens(Plain):
-    def forward(self, x):
-        logits = F.linear(x.reshape(-1, x.shape[-1]), self.weight)
-        weights, ids = logits.float().softmax(0).topk(self.top_k)
-        return logits, (weights / weights.sum(-1, keepdim=True)).to(x.dtype), ids
-
-
-class Smallest(Plain):
-    def forward(self, x):
-        logits = F.linear(x.reshape(-1, x.shape[-1]), self.weight)
-        weights, ids = logits.float().softmax(-1).topk(self.top_k, largest=False)
-        return logits, (weights / weights.sum(-1, keepdim=True)).to(x.dtype), ids
-
-
-class Rounded(Plain):
-    """Rounds the scores to the dtype of x before the choice and the sum."""
-
-    def forward(self, x):
-        logits = F.linear(x.reshape(-1, x.shape[-1]), self.weight)
-        weights, ids = logits.sigmoid().topk(self.top_k)
-        return logits, weights / (weights.sum(-1, keepdim=True) + 1e-20), ids
-
-
-class NoZeros(Plain):
-    """Scores that round to 0 are others."""
-
-    def forward(self, x):
-        logits = F.linear(x.reshape(-1, x.shape[-1]), self.weight)
-        scores = logits.float().softmax(-1)
-        weights, ids = scores.masked_fill(~scores.bool(), 0.5).topk(self.top_k)
-        return logits, (weights / weights.sum(-1, keepdim=True)).to(x.dtype), ids
-
-
-class Short(Plain):
-    """Indices of 32 bits."""
-
-    def forward(self, x):
-        logits, weights, ids = super().forward(x)
-        return logits, weights, ids.type(torch.int32)
-
-
-class Turned(Plain):
-    def forward(self, x):
-        logits, weights, ids = super().forward(x)
-        return logits, weights, ids[:, [1, 0, 2]]
-
-
-class Pair(Plain):
-    def forward(self, x):
-        return super().forward(x)[1:]
-
-
-class Twin(Plain):
-    """One logit of all is moved."""
-
-    def forward(self, x):
-        logits, weights, ids = super().forward(x)
-        return logits + logits.new_zeros(E).scatter(0, ids[0, :1], 1.0), weights, ids
-
-
-class Writes(Plain):
-    def forward(self, x):
-        x *= 0.5
-        return super().forward(x)
-
-
-class WritesWeight(Plain):
-    def forward(self, x):
-        out = super().forward(x)
-        self.weight.view(self.weight.shape).scatter_(0, out[2][:1, :1], 0.0)
-        return out
-
-
-class InTraining(Plain):
-    def forward(self, x):
-        logits, weights, ids = super().forward(x)
-        return logits, weights * self.factor if self.training else weights, ids
-
-
-class Half(Plain):
-    """Only in fp16."""
-
-    def forward(self, x):
-        logits, weights, ids = super().forward(x)
-        return logits, weights * 2.5 if x.dtype == torch.float16 else weights, ids
-
-
-class Noisy(Plain):
-    def forward(self, x):
-        return super().forward(x + torch.randn_like(x) * self.noise)
-
-
-class Branches(Plain):
-    def forward(self, x):
-        if x.shape[0] > 100:
-            x = x * 2
-        return super().forward(x)
 
 
 class Reads(Plain):
@@ -327,42 +70,130 @@ class Calls(Plain):
         return logits, weights, ids
 
 
-class Detached(Plain):
-    def forward(self, x):
-        logits, weights, ids = super().forward(x)
-        return logits, weights.detach(), ids
+USUAL = "logits, weights, ids = super().forward(x)\n"
+LOGITS = "logits = F.linear(x.reshape(-1, x.shape[-1]), self.weight)\n"
+WIDE = "logits = x.float() @ self.weight.float().T\nscores = logits.sigmoid()\n"
+CHOSEN = "ids = (scores + self.correction).topk(self.top_k)[1]\nweights = scores.gather(1, ids)\n"
+NORMED = "return logits, (weights / weights.sum(-1, keepdim=True)).to(x.dtype), ids"
+SUMMED = "return logits, weights / (weights.sum(-1, keepdim=True) + 1e-20), ids"
+ANOTHER, PRODUCT = "not those of fused_topk", "another product"
+RESULT = "does not return logits, weights and experts"
 
-
-class Square(Plain):
-    """Weights of which the norm is 1."""
-
-    def forward(self, x):
-        logits = F.linear(x, self.weight.square())
-        weights, ids = logits.float().softmax(-1).topk(self.top_k)
-        return logits, weights.to(x.dtype), ids
-
-
+# by name: (the forward, what is to be said of it)
+TEXTS = {
+    "of the chosen": (  # Granite's
+        "logits = F.linear(x, self.weight).float()\n"
+        "chosen, ids = logits.topk(self.top_k, dim=-1)\n"
+        "return logits, torch.softmax(chosen, dim=-1).type_as(x), ids",
+        {"renormalize": True, "upcast": True, "dims": (2,)}),
+    "logits last": (  # Granite's before transformers 5.21
+        USUAL + "return ids, weights, logits", {"order": (2, 1, 0)}),
+    "by argsort": (
+        'logits = torch.einsum("th,eh->te", x, self.weight)\n'
+        "ids = torch.argsort(logits, dim=-1, descending=True)[:, : self.top_k]\n"
+        "weights = torch.exp(torch.log_softmax(logits.float(), -1))\n"
+        "weights = torch.take_along_dim(weights, ids, -1)\n"
+        "weights.div_(weights.sum(-1, keepdim=True))\nreturn logits, weights.type_as(x), ids",
+        {"renormalize": True, "dims": (2,)}),
+    "masked": (  # all other weights are 0, and those of the chosen are taken of that
+        "logits = torch.mm(x, self.weight.t())\nids = logits.topk(self.top_k).indices\n"
+        "rest = torch.ones_like(logits).scatter(1, ids, 0.0).bool()\n"
+        'scores = logits.float().masked_fill(rest, float("-inf")).softmax(-1)\n'
+        "return logits, scores.gather(1, ids).to(x.dtype), ids", {"renormalize": True}),
+    "not normalized": (  # Jamba's
+        "logits = F.linear(x, self.weight)\n"
+        "scores = F.softmax(logits, dim=-1, dtype=torch.float)\n"
+        "return (logits, *torch.topk(scores, self.top_k, dim=-1))",
+        {"renormalize": False, "dtype": torch.float32, "upcast": False}),
+    "sorted": (
+        "logits = x.float() @ self.weight.float().t()\n"
+        "scores, order = logits.softmax(-1).sort(dim=-1, descending=True)\n"
+        "return logits, (scores[:, : self.top_k] / self.top_k), order[:, : self.top_k]",
+        {"wide": True, "renormalize": False, "scale": 1 / K, "dims": (2,)}),
+    "logits in place": ("x.mul_(1.0)\nreturn super().forward(x)", "has `x.mul_(1.0)`"),
+    "scaled": (USUAL + "return logits, weights * 1.01, ids", ANOTHER),
+    "capped": (
+        LOGITS + "scores = (torch.tanh(logits.float() / 50) * 50).softmax(-1)\n"
+        "weights, ids = scores.topk(self.top_k)\n" + NORMED, ANOTHER),
+    "warm": (  # a temperature of the scores, not of the logits that are returned
+        LOGITS + "weights, ids = (logits.float() / 1.05).softmax(-1).topk(self.top_k)\n" + NORMED,
+        ANOTHER),
+    "warm logits": (
+        LOGITS + "logits = logits / 1.05\n"
+        "weights, ids = logits.float().softmax(-1).topk(self.top_k)\n" + NORMED, PRODUCT),
+    "over tokens": (
+        LOGITS + "weights, ids = logits.float().softmax(0).topk(self.top_k)\n" + NORMED, ANOTHER),
+    "the smallest": (
+        LOGITS + "weights, ids = logits.float().softmax(-1).topk(self.top_k, largest=False)\n"
+        + NORMED, ANOTHER),
+    "rounded": (  # the scores, to the dtype of x before the choice and the sum
+        LOGITS + "weights, ids = logits.sigmoid().topk(self.top_k)\n" + SUMMED, ANOTHER),
+    "no zeros": (  # scores that round to 0 are others
+        LOGITS + "scores = logits.float().softmax(-1)\n"
+        "weights, ids = scores.masked_fill(~scores.bool(), 0.5).topk(self.top_k)\n" + NORMED,
+        ANOTHER),
+    "indices of 32 bits": (USUAL + "return logits, weights, ids.type(torch.int32)", RESULT),
+    "turned": (USUAL + "return logits, weights, ids[:, [1, 0, 2]]", ANOTHER),
+    "a pair": ("return super().forward(x)[1:]", RESULT),
+    "one logit moved": (
+        USUAL + f"moved = logits.new_zeros({E}).scatter(0, ids[0, :1], 1.0)\n"
+        "return logits + moved, weights, ids", PRODUCT),
+    "writes": ("x *= 0.5\nreturn super().forward(x)", "has `x *= 0.5`"),
+    "writes to its weight": (
+        "out = super().forward(x)\n"
+        "self.weight.view(self.weight.shape).scatter_(0, out[2][:1, :1], 0.0)\nreturn out",
+        "writes to what it is given"),
+    "in training": (
+        USUAL + "return logits, weights * self.factor if self.training else weights, ids", ANOTHER),
+    "only in fp16": (
+        USUAL + "return logits, weights * 2.5 if x.dtype == torch.float16 else weights, ids",
+        ANOTHER),
+    "noisy": (
+        "return super().forward(x + torch.randn_like(x) * self.noise)",
+        "has `torch.randn_like(x)`"),
+    "branches": (
+        "if x.shape[0] > 100:\n    x = x * 2\nreturn super().forward(x)",
+        "has `x.shape[0] > 100`"),
+    "detached": (USUAL + "return logits, weights.detach(), ids", "has `weights.detach()`"),
+    "of squares": (
+        "logits = F.linear(x, self.weight.square())\n"
+        "weights, ids = logits.float().softmax(-1).topk(self.top_k)\n"
+        "return logits, weights.to(x.dtype), ids", PRODUCT),
+}  # fmt: skip
+# with vectors of the experts: (their names, the forward, what is to be said of it)
+WITH_VECTORS = {
+    "added": (
+        ("bias",), "logits = F.linear(x, self.weight, self.bias)\n"
+        "scores, ids = logits.topk(self.top_k)\nreturn logits, scores.softmax(-1), ids",
+        {"added": "bias", "bias": None, "renormalize": True}),
+    "both": (  # a bias of the product, and one of the choice
+        ("first", "second"), "logits = F.linear(x, self.weight, self.second)\n"
+        "scores = logits.float().softmax(-1)\nids = (scores + self.first).topk(self.top_k)[1]\n"
+        "return logits, scores.gather(-1, ids).to(x.dtype), ids",
+        {"added": "second", "bias": "first", "renormalize": False}),
+    "no least": (  # nothing is added to the sum: MiniMax-M3's
+        ("correction",),
+        WIDE + CHOSEN + "return logits, weights / weights.sum(-1, keepdim=True), ids", ANOTHER),
+    "more than the least": (
+        ("correction",), WIDE + CHOSEN + SUMMED.replace("1e-20", "1e-6"), ANOTHER),
+    "by logits": (  # to which the bias is added for the choice: Kolibri's
+        ("correction",), WIDE + "ids = (logits + self.correction).topk(self.top_k)[1]\n"
+        "weights = logits.gather(1, ids).sigmoid()\n" + SUMMED, ANOTHER),
+    "biased weights": (
+        ("correction",), WIDE + "weights, ids = (scores + self.correction).topk(self.top_k)\n"
+        + SUMMED, ANOTHER),
+    "biased twice": (
+        ("correction",),
+        WIDE + CHOSEN.replace("scores +", "scores + self.correction +") + SUMMED, ANOTHER),
+}  # fmt: skip
 ROUTERS = {
-    Plain: {"scoring": "softmax", "renormalize": True, "dtype": None, "dims": (2, 3)},
-    ByArgsort: {"renormalize": True, "dims": (2,)}, Masked: {"renormalize": True},
-    LogitsInPlace: "has `x.mul_(1.0)`",
-    LogitsLast: {"order": (2, 1, 0)},
-    OfTheChosen: {"renormalize": True, "upcast": True, "dims": (2,)},
-    NotNormalized: {"renormalize": False, "dtype": torch.float32, "upcast": False},
-    Sorted: {"wide": True, "renormalize": False, "scale": 1 / K, "dims": (2,)},
-    Corrected: {"wide": True, "scoring": "sigmoid", "bias": "correction", "scale": 2.5},
-    Added: {"added": "bias", "bias": None, "renormalize": True},
-    Both: {"added": "second", "bias": "first", "renormalize": False},
-    NoLeast: ANOTHER, MoreThanLeast: ANOTHER, ByLogits: ANOTHER, Biased: ANOTHER,
-    TwiceBiased: ANOTHER, Scaled: ANOTHER, Capped: ANOTHER, Warm: ANOTHER, WarmLogits: PRODUCT,
-    OverTokens: ANOTHER, Smallest: ANOTHER, Rounded: ANOTHER, NoZeros: ANOTHER,
-    Short: "does not return logits, weights and experts", Turned: ANOTHER,
-    Pair: "does not return logits, weights and experts", Twin: PRODUCT,
-    Writes: "has `x *= 0.5`", WritesWeight: "writes to what it is given",
-    InTraining: ANOTHER, Half: ANOTHER, Noisy: "has `torch.randn_like(x)`",
-    Branches: "has `x.shape[0] > 100`", Reads: "reads table",
-    Calls: "score is no module of its own",
-    Detached: "has `weights.detach()`", Square: PRODUCT,
+    "usual": (Plain, {"scoring": "softmax", "renormalize": True, "dtype": None, "dims": (2, 3)}),
+    "corrected": (
+        Corrected, {"wide": True, "scoring": "sigmoid", "bias": "correction", "scale": 2.5}),
+    "reads a list": (Reads, "reads table"), "calls": (Calls, "score is no module of its own"),
+    **{name: (with_forward(Plain, text), said) for name, (text, said) in TEXTS.items()},
+    **{name: (with_forward(Plain, text, vectors=vectors), said)
+       for name, (vectors, text, said) in WITH_VECTORS.items()},
 }  # fmt: skip
 
 
@@ -390,16 +221,6 @@ class Block(nn.Module):
         return (self.experts(rows, ids, weights) + shared).view(x.shape)
 
 
-class TwoSigns(Block):
-    """With an odd shared expert it would be the formula."""
-
-    def forward(self, x):
-        rows = x.view(-1, x.shape[-1])
-        _, weights, ids = self.gate(rows)
-        shared = self.shared_expert_gate(rows).sigmoid() * -self.shared_expert(-rows)
-        return (self.experts(rows, ids, weights) + shared).view(x.shape)
-
-
 class Renamed(Block):
     def __init__(self):
         super().__init__()
@@ -416,103 +237,33 @@ class Renamed(Block):
         return torch.add(out, torch.sigmoid(self.b(hidden)) * shared).view(B, T, width)
 
 
-class Weighted(Block):
-    def forward(self, x):
-        return super().forward(x) * self.factor
-
-
-class Once(Block):
-    """A factor of 1 is none, until it is another."""
-
-    def forward(self, x):
-        return super().forward(x) * self.one
-
-
-class Tanh(Block):
-    def forward(self, x):
-        rows = x.view(-1, x.shape[-1])
-        _, weights, ids = self.gate(rows)
-        shared = self.shared_expert_gate(rows).tanh() * self.shared_expert(rows)
-        return (self.experts(rows, ids, weights) + shared).view(x.shape)
-
-
-class Product(Block):
-    def forward(self, x):
-        rows = x.view(-1, x.shape[-1])
-        _, weights, ids = self.gate(rows)
-        shared = self.shared_expert_gate(rows).sigmoid() * self.shared_expert(rows)
-        return (self.experts(rows, ids, weights) * shared).view(x.shape)
-
-
-class Inner(Block):
-    """The routed experts see the shared one's output."""
-
-    def forward(self, x):
-        rows = x.view(-1, x.shape[-1])
-        _, weights, ids = self.gate(rows)
-        y = self.shared_expert(rows)
-        shared = self.shared_expert_gate(rows).sigmoid() * y
-        return (self.experts(y, ids, weights) + shared).view(x.shape)
-
-
-class Twice(Block):
-    def forward(self, x):
-        rows = x.view(-1, x.shape[-1])
-        shared = self.shared_expert(rows)
-        _, weights, ids = self.gate(rows)
-        shared = self.shared_expert_gate(rows).sigmoid() * self.shared_expert(rows)
-        return (self.experts(rows, ids, weights) + shared).view(x.shape)
-
-
-class NotFlat(Block):
-    """The shared expert is given rows of rows."""
-
-    def forward(self, x):
-        rows = x.view(-1, x.shape[-1])
-        _, weights, ids = self.gate(rows)
-        shared = self.shared_expert_gate(rows).sigmoid() * self.shared_expert(x).view(rows.shape)
-        return (self.experts(rows, ids, weights) + shared).view(x.shape)
-
-
-class NoGate(Block):
-    def forward(self, x):
-        rows = x.view(-1, x.shape[-1])
-        _, weights, ids = self.gate(rows)
-        return (self.experts(rows, ids, weights) + self.shared_expert(rows)).view(x.shape)
-
-
-class Mean(Block):
-    """Over the sequence."""
-
-    def forward(self, x):
-        out = super().forward(x)
-        return out - out.mean(1, keepdim=True)
-
-
-class WithLogits(Block):
-    def forward(self, x):
-        rows = x.view(-1, x.shape[-1])
-        logits, weights, ids = self.gate(rows)
-        shared = self.shared_expert_gate(rows).sigmoid() * self.shared_expert(rows)
-        return (self.experts(rows, ids, weights) + shared).view(x.shape), logits
-
-
-class Trained(Block):
-    def forward(self, x):
-        out = super().forward(x)
-        return out * self.factor if self.training else out
-
-
-class Written(Block):
-    def forward(self, x):
-        out = super().forward(x)
-        x *= 0.5
-        return out
-
-
-OTHER = "another formula"
+ROWS = "rows = x.view(-1, x.shape[-1])\nlogits, weights, ids = self.gate(rows)\n"
+SHARED = "shared = self.shared_expert_gate(rows).sigmoid() * self.shared_expert(rows)\n"
+SUM = "return (self.experts(rows, ids, weights) + shared).view(x.shape)"
+OUT, OTHER = "out = super().forward(x)\n", "another formula"
 BLOCKS = {
-    Block: None, Renamed: None, Once: None, Weighted: OTHER, Tanh: OTHER, Product: OTHER,
-    Inner: OTHER, Twice: OTHER, NotFlat: OTHER, NoGate: OTHER, Mean: OTHER, WithLogits: OTHER,
-    Trained: OTHER, TwoSigns: OTHER, Written: "has `x *= 0.5`",
+    "usual": (Block, None), "renamed": (Renamed, None),
+    # a factor of 1 is none, until it is another
+    "once": (with_forward(Block, "return super().forward(x) * self.one"), None),
+    **{name: (with_forward(Block, text), OTHER) for name, text in {
+        "weighted": "return super().forward(x) * self.factor",
+        "tanh": ROWS + SHARED.replace("sigmoid", "tanh") + SUM,
+        "a product": ROWS + SHARED + SUM.replace(" + shared", " * shared"),
+        # the routed experts see the shared one's output
+        "one in the other": ROWS + "y = self.shared_expert(rows)\n"
+            "shared = self.shared_expert_gate(rows).sigmoid() * y\n"
+            + SUM.replace("experts(rows", "experts(y"),
+        "called twice": ROWS + "shared = self.shared_expert(rows)\n" + SHARED + SUM,
+        # the shared expert is given rows of rows
+        "not flat": ROWS + SHARED.replace("expert(rows)", "expert(x).view(rows.shape)") + SUM,
+        "no gate": ROWS + "shared = self.shared_expert(rows)\n" + SUM,
+        "a mean of the sequence": OUT + "return out - out.mean(1, keepdim=True)",
+        "with logits": ROWS + SHARED + SUM + ", logits",
+        "in training": OUT + "return out * self.factor if self.training else out",
+        # with an odd shared expert it would be the formula
+        "two signs": ROWS + SHARED.replace("self.shared_expert(rows)", "-self.shared_expert(-rows)")
+            + SUM,
+    }.items()},
+    "writes": (
+        with_forward(Block, OUT + "x *= 0.5\nreturn out"), "has `x *= 0.5`"),
 }  # fmt: skip
