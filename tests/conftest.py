@@ -122,6 +122,12 @@ def device(request):
     return torch.device(request.param)
 
 
+@pytest.fixture
+def by_portable(monkeypatch):
+    """The portable kernels compute tensors of the CPU, where Triton's interpreter runs them."""
+    monkeypatch.setattr(submodule("runtime.dispatch"), "_folders", lambda *where: ("portable",))
+
+
 def spread(items: list, workers: int) -> None:
     """Puts the long tests, each a whole file under the interpreter, where workers begin: a worker's
     share of the tests lies in one piece, and those that finish early help the others."""

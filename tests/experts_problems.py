@@ -47,7 +47,7 @@ def problem(
         ids[::3, 0], ids[1::4, -1] = E, -1
         ids[T // 2] = E + 7
     weights = torch.rand(T, K, generator=random, device=device)
-    tensors = (normal(T, H), normal(E, 2 * I, H) * H**-0.5, normal(E, H, I) * I**-0.5)
+    tensors = (normal(T, H), normal(E, 2 * I, H) * H**-0.5, normal(E, H, I) * max(I, 1) ** -0.5)
     x, *tensors = (t.to(dtype) for t in tensors)
     if turned:
         tensors = [w.mT.contiguous().mT for w in tensors]

@@ -193,10 +193,13 @@ def test_layouts_interpreted(layout):
 
 @interpreted
 @pytest.mark.parametrize("turned", [False, True])
-def test_main_grads_interpreted(turned):
+@pytest.mark.parametrize("spaced", [False, True])
+def test_main_grads_interpreted(turned, spaced):
     p = problem(30, 2, 4, 40, 24, turned=turned)
     dout = torch.randn_like(p.x)
     mains = [torch.ones_like(w, dtype=torch.float32) for w in (p.w_gate_up, p.w_down)]
+    if spaced:
+        mains = [main.repeat(1, 1, 2)[..., : main.shape[2]] for main in mains]
     found = backward(p, dout, main_grads=mains)[1]
     assert found[1] is None and found[2] is None
     for main, exact in zip(mains, gradients(p, dout)[1:3]):
@@ -236,6 +239,7 @@ def test_what_is_served():
     assert supports(p)
     assert not supports(problem(5, 2, 4, 16, 8))  # fp32
     assert not supports(problem(5, 2, 4, 12, 8, torch.bfloat16))  # rows off 16 bytes
+    assert not supports(problem(5, 2, 4, 16, 0, torch.bfloat16))  # nothing for TMA to read
     turned = problem(5, 2, 4, 16, 8, torch.bfloat16, turned=True, interleaved=True, biased=True)
     assert supports(turned) and supports(turned._replace(interleaved=False))
     assert not supports(p._replace(w_down=turned.w_down))  # one lies so, the other does not

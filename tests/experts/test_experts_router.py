@@ -11,7 +11,7 @@ from tiny_models import check_the_same, random_model, serve_blocks, tokens
 
 reference, ops_shared = submodule("experts.reference"), submodule("experts.ops_shared")
 calls = submodule("experts.call")
-TopkOptions = calls.TopkOptions
+TopkOptions, TOPK = calls.TopkOptions, "experts.portable.topk"
 blocks = submodule("models.moe_blocks")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 OPTIONS = [
@@ -46,8 +46,7 @@ def topk_options(K, dtype, given):
 
 
 def topk_bwd(dweights, logits, ids, options):
-    args = ("experts.portable.topk", "topk_bwd", calls.TopkGradient)
-    return prepared(*args, dweights, logits, ids, *options)
+    return prepared(TOPK, "topk_bwd", calls.TopkGradient, dweights, logits, ids, *options)
 
 
 def shared_fwd(*tensors):
@@ -60,8 +59,7 @@ def shared_bwd(*tensors):
 
 def by_kernel(logits, top_k, bias, scoring="softmax", renormalize=True, scale=1.0, dtype=None):
     options = TopkOptions(top_k, scoring, renormalize, scale, dtype or logits.dtype)
-    args = ("experts.portable.topk", "topk_fwd", calls.Topk)
-    return prepared(*args, logits, bias, *options)
+    return prepared(TOPK, "topk_fwd", calls.Topk, logits, bias, *options)
 
 
 def distinct(logits):
@@ -201,6 +199,18 @@ def test_bad_input(kernel):
     with pytest.raises(ValueError, match="logits must have shape"):
         kernel.fused_topk(logits[0], 2)
     assert kernel.fused_topk(logits[:0], 2)[1].shape == (0, 2)
+
+
+@compiled
+def test_too_many_experts_for_a_program():
+    """Forward and gradient, which an operator computes by the same means."""
+    for E, K, served in ((1024, 64, True), (1025, 2, False), (200, 65, False)):
+        logits, weights = torch.randn(2, E), torch.randn(2, K)
+        options, module = TopkOptions(K, "softmax", True, 1.0, torch.float32), submodule(TOPK)
+        call = calls.Topk(logits, None, options)
+        assert (module.prepare_topk_fwd(call) is not None) == served
+        call = calls.TopkGradient(weights, logits, weights.long(), options)
+        assert (module.prepare_topk_bwd(call) is not None) == served
 
 
 def shared_problem(T, H, dtype, device="cpu"):
@@ -537,4 +547,4 @@ def test_blocks_on_a_gpu(kernel, training):
 
 
 if INTERPRETING:
-    submodule("experts.portable.topk")
+    submodule(TOPK)

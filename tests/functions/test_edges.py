@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 from conftest import TOLERANCE, assert_close, computed, prepared, relative_error, submodule
+from experts_problems import problem as experts_problem
 from gdn_gradients import Case
 from interpreter import compiled, interpreted, test_in_the_interpreter  # noqa: F401
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -184,10 +185,8 @@ def test_sizes_of_zero(kernel):
 
 @interpreted
 @pytest.mark.parametrize("name", ["rms_norm", "silu_mul", "fused_swiglu", "fused_swiglu_mlp"])
-def test_views_that_stand_for_their_negatives(kernel, monkeypatch, name):
+def test_views_that_stand_for_their_negatives(kernel, by_portable, name):
     """torch keeps the sign of (z.conj()).imag aside, where no kernel sees it."""
-    dispatch = submodule("runtime.dispatch")
-    monkeypatch.setattr(dispatch, "_folders", lambda device_type, index: ("portable",))
     x, others = torch.randn(3, 32), torch.randn(3, 32, 32).unbind(0)
     rest = {"rms_norm": others[0][:1, 0].expand(32).clone(), "silu_mul": torch.randn(3, 32)}
     rest = [rest[name]] if name in rest else others[: 2 + name.endswith("mlp")]
@@ -202,6 +201,31 @@ def test_views_that_stand_for_their_negatives(kernel, monkeypatch, name):
         found.append((out, *torch.autograd.grad(out.pow(3).sum(), leaf)))
     for a, b in zip(*found):
         assert_close(a, b)
+
+
+@interpreted
+def test_backward_inside_an_autocast_region(kernel, by_portable):
+    """What was computed outside of it has the gradients that it has outside of it."""
+    x, weights = torch.randn(5, 16), torch.randn(3, 16, 16).unbind(0)
+    p = experts_problem(5, 2, 4, 16, 8, torch.float16, biased=True)
+    ids, biases = p.ids, ("b_gate_up", "b_down")
+    calls = [
+        (kernel.fused_swiglu, (x, *weights[:2])),
+        (kernel.fused_swiglu_mlp, (x, *weights)),
+        (functools.partial(kernel.fused_swiglu_mlp, recompute=True), (x, *weights)),
+        (lambda x, up, down, weights, *b: kernel.fused_experts(
+            x, up, down, ids, weights, **dict(zip(biases, b))
+        ), (*p[:3], p.weights, *p.biases)),
+        (submodule("experts.ops_shared").add_shared, (x, x + 1, x - 1, x[0])),
+    ]  # fmt: skip
+    for function, tensors in calls:
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        y = function(*leaves)
+        want = torch.autograd.grad(y, leaves, torch.ones_like(y))
+        y = function(*leaves)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = torch.autograd.grad(y, leaves, torch.ones_like(y))
+        assert all(map(torch.equal, found, want))
 
 
 @interpreted
@@ -242,10 +266,8 @@ def spaced(x):
 
 @interpreted
 @pytest.mark.parametrize("expanded", [False, True], ids=["spaced", "expanded"])
-def test_vectors_of_any_strides(kernel, monkeypatch, expanded):
+def test_vectors_of_any_strides(kernel, by_portable, expanded):
     """A bias that is a column of something, or one number for all channels."""
-    dispatch = submodule("runtime.dispatch")
-    monkeypatch.setattr(dispatch, "_folders", lambda device_type, index: ("portable",))
     x, weight, w = torch.randn(2, 8, 6), torch.randn(8, 4), torch.randn(3, 8, 6).unbind(0)
     state, bias = torch.randn(2, 8, 4), torch.randn(8)
     bias = bias[:1].expand(8) if expanded else spaced(bias)
@@ -274,10 +296,8 @@ def test_vectors_of_any_strides(kernel, monkeypatch, expanded):
 
 
 @interpreted
-def test_lists_of_any_strides(kernel, monkeypatch):
+def test_lists_of_any_strides(kernel, by_portable):
     """Lengths and flags that are columns of a table."""
-    dispatch = submodule("runtime.dispatch")
-    monkeypatch.setattr(dispatch, "_folders", lambda device_type, index: ("portable",))
     x, weight, cu = torch.randn(1, 8, 9), torch.randn(8, 4), torch.tensor([0, 4, 9])
     q, k = torch.randn(2, 2, 3, 2, 16).unbind(0)
     tensors = (q, k, torch.randn(2, 3, 2, 16), -torch.rand(2, 3, 2), torch.rand(2, 3, 2))
@@ -300,10 +320,8 @@ def test_lists_of_any_strides(kernel, monkeypatch):
 
 
 @interpreted
-def test_states_that_stand_for_their_negatives(kernel, monkeypatch):
+def test_states_that_stand_for_their_negatives(kernel, by_portable):
     """States with the negative bit are written in place, with their sign."""
-    dispatch = submodule("runtime.dispatch")
-    monkeypatch.setattr(dispatch, "_folders", lambda device_type, index: ("portable",))
     q, k = torch.randn(2, 2, 1, 2, 16).unbind(0)
     tensors = (q, k, torch.randn(2, 1, 2, 16), -torch.rand(2, 1, 2), torch.rand(2, 1, 2))
     state = torch.randn(2, 2, 16, 16)
@@ -317,11 +335,9 @@ def test_states_that_stand_for_their_negatives(kernel, monkeypatch):
 
 
 @interpreted
-def test_autograd_notices_what_kernels_write(kernel, monkeypatch):
+def test_autograd_notices_what_kernels_write(kernel, by_portable):
     """Each write counts, also by what is remembered; so backward refuses states that it has kept
     and that were decoded on since."""
-    dispatch = submodule("runtime.dispatch")
-    monkeypatch.setattr(dispatch, "_folders", lambda device_type, index: ("portable",))
     q, k = torch.randn(2, 2, 1, 2, 16).unbind(0)
     tensors = (q, k, torch.randn(2, 1, 2, 16), -torch.rand(2, 1, 2), torch.rand(2, 1, 2))
     x, weight, rows = torch.randn(2, 8, 1), torch.randn(8, 4), torch.arange(2)
@@ -358,11 +374,9 @@ def test_autograd_notices_what_kernels_write(kernel, monkeypatch):
 
 @interpreted
 @pytest.mark.parametrize("name", ["fused_qk_norm_rope", "decode_step"])
-def test_autograd_notices_what_layers_write(kernel, monkeypatch, name):
+def test_autograd_notices_what_layers_write(kernel, by_portable, name):
     """The caches of attention and the states of a GDN layer: a loss that was computed from them
     before a token was decoded has no gradient after it."""
-    dispatch = submodule("runtime.dispatch")
-    monkeypatch.setattr(dispatch, "_folders", lambda device_type, index: ("portable",))
     q, k, v, z = torch.randn(4, 2, 1, 2, 16).unbind(0)
     if name == "decode_step":
         gates, states = torch.randn(2, 2, 1, 2).unbind(0), [torch.zeros(2, 96, 4)]
@@ -404,10 +418,8 @@ class Watch(TorchDispatchMode):
 
 
 @interpreted
-def test_watchers_meet_operators_without_gradients_too(kernel, monkeypatch):
+def test_watchers_meet_operators_without_gradients_too(kernel, by_portable):
     """Counters of products, FakeTensorMode: a kernel that is launched past them is lost on them."""
-    dispatch = submodule("runtime.dispatch")
-    monkeypatch.setattr(dispatch, "_folders", lambda device_type, index: ("portable",))
     x, w_gate, w_up = torch.randn(3, 32, 32).unbind(0)
     with torch.no_grad(), Watch() as watch:
         y = kernel.fused_swiglu(x, w_gate, w_up)

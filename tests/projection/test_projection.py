@@ -96,6 +96,7 @@ def test_what_is_refused():
     assert not prepared(x.float(), [w.float() for w in weights])
     assert not prepared(x[:, :100], [w[:, :100] for w in weights])
     assert not prepared(x, [w.t().contiguous().t() for w in weights])
+    assert not prepared(x[:, :64], weights)  # of another width
     pair = [weights[0], weights[0]]
     assert prepared(x[:1], pair, "silu")
     assert not prepared(x, pair, "silu")  # a gate: of one token alone

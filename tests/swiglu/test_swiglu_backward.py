@@ -57,28 +57,21 @@ def check(kernel, tensors, dy, activation="silu", recompute=False, keep_z=False,
         assert relative_error(out, ref) < LIMIT[dy.dtype]
 
 
-@pytest.fixture
-def on_cpu(monkeypatch):
-    """The portable kernels serve CPU tensors: the interpreter runs them."""
-    dispatch = submodule("runtime.dispatch")
-    monkeypatch.setattr(dispatch, "_folders", lambda device_type, index: ("portable",))
-
-
 @interpreted
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu"])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_mlp_gradients_interpreted(kernel, on_cpu, activation, recompute):
+def test_mlp_gradients_interpreted(kernel, by_portable, activation, recompute):
     check(kernel, *inputs(7, 11, 5, 6, torch.float32, "cpu"), activation, recompute)
 
 
 @interpreted
 @pytest.mark.parametrize("frozen", [("w_gate",), ("x", "b_up"), ("w_gate", "w_up", "w_down")])
-def test_frozen_interpreted(kernel, on_cpu, frozen):
+def test_frozen_interpreted(kernel, by_portable, frozen):
     check(kernel, *inputs(7, 11, 5, 6, torch.float32, "cpu"), frozen=frozen)
 
 
 @interpreted
-def test_gated_gradients_interpreted(kernel, on_cpu):
+def test_gated_gradients_interpreted(kernel, by_portable):
     (x, w_gate, w_up, _, b_gate, b_up, _), _ = inputs(4, 9, 8, 3, torch.float32, "cpu")
     tensors = (x, w_gate, w_up, b_gate, b_up)
     leaves = [t.requires_grad_() for t in tensors]
@@ -89,7 +82,7 @@ def test_gated_gradients_interpreted(kernel, on_cpu):
 
 
 @interpreted
-def test_compiled_step_interpreted(kernel, on_cpu):
+def test_compiled_step_interpreted(kernel, by_portable):
     """Tracing sees the operators, their fakes and their functionalization."""
     tensors, dy = inputs(20, 24, 16, 8, torch.float32, "cpu", bias=False)
 
@@ -113,7 +106,8 @@ def check_operators(device, dtype):
     (x, w_gate, w_up, w_down, b_gate, b_up, b_down), dy = inputs(20, 24, 16, 8, dtype, device)
     leaves = [t.requires_grad_() for t in (x, w_gate, w_up, w_down, b_gate, b_up, b_down)]
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = leaves
-    for args in ((x, w_gate, w_up, b_gate, b_up), (x, w_gate, w_up, None, None)):
+    nothing = [t[:, :0] for t in (x, w_gate, w_up)]  # to sum
+    for args in (leaves[:3] + leaves[4:6], (x, w_gate, w_up, None, None), (*nothing, None, None)):
         torch.library.opcheck(gated.SAVING.op, (*args, "silu"), test_utils=some)
     for recompute, keep_z in ((False, False), (True, False), (False, True)):
         modes = ("silu", recompute, keep_z, False)
@@ -129,13 +123,13 @@ def check_operators(device, dtype):
 
 
 @interpreted
-def test_opcheck_interpreted(on_cpu):
+def test_opcheck_interpreted(by_portable):
     check_operators("cpu", torch.float32)
 
 
 @interpreted
 @pytest.mark.parametrize("recompute", [False, True])
-def test_second_backward_raises_or_is_right_interpreted(kernel, on_cpu, recompute):
+def test_second_backward_raises_or_is_right_interpreted(kernel, by_portable, recompute):
     tensors, dy = inputs(4, 9, 8, 3, torch.float32, "cpu", bias=False)
     leaves = [t.requires_grad_() for t in tensors[:4]]
     y = kernel.fused_swiglu_mlp(*leaves, recompute=recompute)
@@ -149,7 +143,7 @@ def test_second_backward_raises_or_is_right_interpreted(kernel, on_cpu, recomput
 
 
 @interpreted
-def test_keep_z_interpreted(kernel, on_cpu):
+def test_keep_z_interpreted(kernel, by_portable):
     tensors, dy = inputs(7, 11, 5, 6, torch.float32, "cpu")
     check(kernel, tensors, dy, keep_z=True)
     with pytest.raises(ValueError, match="recompute keeps x alone"):
@@ -158,7 +152,7 @@ def test_keep_z_interpreted(kernel, on_cpu):
 
 @interpreted
 @pytest.mark.parametrize("whole", [True, False])
-def test_the_kept_have_no_gradients_interpreted(kernel, on_cpu, whole):
+def test_the_kept_have_no_gradients_interpreted(kernel, by_portable, whole):
     """torch would fill zeros as large as what is kept."""
     tensors, dy = inputs(7, 11, 5, 6, torch.float32, "cpu")
     leaves = [t.requires_grad_() for t in tensors]
@@ -238,7 +232,7 @@ def test_main_grad_is_refused_while_compiling(kernel):
 
 @interpreted
 @pytest.mark.parametrize("names", MAIN)
-def test_main_grad_interpreted(kernel, on_cpu, names):
+def test_main_grad_interpreted(kernel, by_portable, names):
     errors = accumulate(kernel, torch.float32, "cpu", names)
     assert max(errors.values()) < 1e-5
     errors = accumulate(kernel, torch.float32, "cpu", names, frozen=names[:1])
@@ -246,7 +240,7 @@ def test_main_grad_interpreted(kernel, on_cpu, names):
 
 
 @interpreted
-def test_megatrons_hooks_interpreted(kernel, on_cpu):
+def test_megatrons_hooks_interpreted(kernel, by_portable):
     stand_in(kernel)
 
 

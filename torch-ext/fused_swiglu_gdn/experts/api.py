@@ -4,8 +4,7 @@ from typing import Optional
 
 from torch import Tensor
 
-from ..runtime.main_grad import into_main_grad
-from ..runtime.ops import autocast
+from ..runtime.main_grad import autocast_weights
 from .ops import EXPERTS
 
 
@@ -73,10 +72,7 @@ def fused_experts(
         >>> fused_experts(x, w_gate_up, w_down, index, weights).shape
         torch.Size([5, 64])
     """
-    if main_grad:  # what autocast made of a weight has none
-        w_gate_up, w_down = [
-            w if autocast(w)[0] is w else autocast(into_main_grad(w))[0]
-            for w in (w_gate_up, w_down)
-        ]
+    if main_grad:
+        w_gate_up, w_down = autocast_weights(w_gate_up, w_down)
     tensors = (x, w_gate_up, w_down, top_k_index, top_k_weights, b_gate_up, b_down)
     return EXPERTS(tensors, (activation, limit, recompute, main_grad, interleaved))[0]

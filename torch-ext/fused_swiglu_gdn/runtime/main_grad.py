@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .ops import autocast
+
 
 def stand_in(weight: Tensor) -> Optional[Tensor]:
     """The placeholder gradient that Megatron's hooks expect for a gradient already in main_grad."""
@@ -37,3 +39,11 @@ def into_main_grad(weight: Tensor) -> Tensor:
     """
     wanted = torch.is_grad_enabled() and weight.requires_grad and hasattr(weight, "main_grad")
     return _IntoMainGrad.apply(weight) if wanted else weight
+
+
+def autocast_weights(*weights: Tensor) -> list:
+    """The weights in autocast's dtype. Gradients of those that are cast reach main_grad, which the
+    others still have as an attribute."""
+    through = [into_main_grad(w) if isinstance(w, Tensor) else w for w in weights]
+    cast = zip(weights, through, autocast(*through))
+    return [own if found is before else found for own, before, found in cast]

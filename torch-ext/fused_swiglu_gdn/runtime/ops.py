@@ -72,12 +72,15 @@ class Operator(CustomOpDef):
             return output
 
         def differentiate(ctx, *gradients):
-            if not (torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag):
-                for x in gradients:
-                    if x is not None and (x._is_zerotensor() or x.is_neg()):
-                        gradients = tuple(map(_in_memory, gradients))
-                        break
-            return (*backward(ctx, *gradients), None, None)
+            if torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag:
+                return (*backward(ctx, *gradients), None, None)
+            for x in gradients:
+                if x is not None and (x._is_zerotensor() or x.is_neg()):
+                    gradients = tuple(map(_in_memory, gradients))
+                    break
+            # gradients have the precision of the forward, wherever backward() is called
+            with torch._C._DisableAutocast():
+                return (*backward(ctx, *gradients), None, None)
 
         parts = {"forward": staticmethod(forward), "backward": staticmethod(differentiate)}
         self.function = type(self._name, (torch.autograd.Function,), parts)

@@ -4,8 +4,7 @@ from typing import Optional
 
 from torch import Tensor
 
-from ..runtime.main_grad import into_main_grad
-from ..runtime.ops import autocast
+from ..runtime.main_grad import autocast_weights
 from .ops import SILU_MUL, SWIGLU
 from .ops_mlp import MLP
 
@@ -92,14 +91,10 @@ def fused_swiglu_mlp(
         >>> y.shape, w_down.grad.shape
         (torch.Size([2, 5, 64]), torch.Size([64, 96]))
     """
-    given = (w_gate, w_up, w_down)
-    x, *weights, b_gate, b_up, b_down = autocast(x, *given, b_gate, b_up, b_down)
-    if main_grad:  # what autocast made of a weight has none
-        weights = [
-            w if w is own else autocast(into_main_grad(own))[0] for w, own in zip(weights, given)
-        ]
+    if main_grad:
+        w_gate, w_up, w_down = autocast_weights(w_gate, w_up, w_down)
     options = (activation, recompute, keep_z, main_grad)
-    return MLP((x, *weights, b_gate, b_up, b_down), options)
+    return MLP((x, w_gate, w_up, w_down, b_gate, b_up, b_down), options)
 
 
 def silu_mul(gate: Tensor, up: Tensor, *, activation: str = "silu") -> Tensor:

@@ -4,6 +4,7 @@ SwiGLU saves x and gate_up [M, 2 N] for its gradient; the backward overwrites ga
 gradient, so a second backward over the same graph raises. The gate alone saves gate and up.
 """
 
+import math
 from typing import Optional, Sequence
 
 from torch import Tensor
@@ -34,8 +35,7 @@ def _result(call) -> Tensor:
 
 def saved(call) -> Tensor:
     """gate_up [M, 2 N], empty."""
-    K, N = call.x.shape[-1], call.w_gate.shape[0]
-    return call.x.new_empty(call.x.numel() // max(K, 1), 2 * N)
+    return call.x.new_empty(math.prod(call.x.shape[:-1]), 2 * call.w_gate.shape[0])
 
 
 def gradients_like(call) -> list:

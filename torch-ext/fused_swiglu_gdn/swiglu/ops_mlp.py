@@ -11,6 +11,7 @@ from torch.autograd.graph import increment_version
 
 from ..runtime.main_grad import into_main_grad, stand_in
 from ..runtime.operation import Operation
+from ..runtime.ops import autocast
 from . import checks
 from .call import MlpGradient, SwigluMlp
 from .ops import SWIGLU, TRAINING, apart, differentiable, gradients_like, saved
@@ -45,8 +46,8 @@ GRADIENT = Operation(
     TRAINING, "swiglu_mlp_bwd", MlpGradient, None, written=("gate_up",), outputs=5, fake=_gradients
 )
 MLP = Operation(
-    TRAINING, "swiglu_mlp", SwigluMlp, _composed, check=checks.fused_swiglu_mlp, train=SAVING,
-    schema=None,
+    TRAINING, "swiglu_mlp", SwigluMlp, _composed, check=checks.fused_swiglu_mlp, cast=autocast,
+    train=SAVING, schema=None,
 )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ nothing: frozen experts compute only the products for dx. Sizes: T tokens, K slo
 E experts, H model width, I hidden width of an expert.
 """
 
+import functools
 from typing import Callable, Optional, Tuple
 
 import torch
@@ -32,9 +33,10 @@ def _have_one_layout(w_gate_up: torch.Tensor, w_down: torch.Tensor, interleaved:
 
 
 def supports_experts_fwd(x, w_gate_up, w_down, ids, weights, biases, options) -> bool:
-    E, K = w_down.shape[0], ids.shape[1]
+    (E, _, I), K = w_down.shape, ids.shape[1]
     return (
         x.dtype in HALF
+        and I > 0
         and 0 < E <= 1024
         and 0 < K <= 64
         and x.shape[0] * K < 2**29
@@ -184,15 +186,9 @@ def experts_bwd(
     if needs[3]:
         dweights = weights_gradient(parts, weights, routing, more)
 
-    def of_weight(a, b, main_grad):  # [E, a's columns, b's], or its .mT of what lies so
-        if by_rows:
-            return product(a, b, routing, main_grad, tiles["weight"])
-        found = product(b, a, routing, None, tiles["weight"]).mT
-        if main_grad is None:
-            return found
-        main_grad.add_(found)
-        return None
-
+    of_weight = functools.partial(
+        _of_weight, product=product, by_rows=by_rows, routing=routing, config=tiles["weight"]
+    )
     if needs[2]:
         dw_down = of_weight(spread_dout, wz, main_grads[1])  # [E, H, I]
         del wz, spread_dout
@@ -203,6 +199,19 @@ def experts_bwd(
     if needs[0]:
         dx = combine(rows_product(d_gate_up, w_gate_up.mT, routing, tiles["dx"]), None, routing)
     return dx, dw_gate_up, dw_down, dweights, *dbiases
+
+
+def _of_weight(a, b, main_grad, product, by_rows, routing, config) -> Optional[torch.Tensor]:
+    """[E, a's columns, b's], or None if it is added to main_grad. by_rows: contiguous, else .mT of
+    a contiguous one."""
+    if by_rows and (main_grad is None or main_grad.is_contiguous()):
+        return product(a, b, routing, main_grad, config)
+    found = product(*((a, b) if by_rows else (b, a)), routing, None, config)
+    found = found if by_rows else found.mT
+    if main_grad is None:
+        return found
+    main_grad.add_(found)
+    return None
 
 
 def _zeros(tensors, needs, main_grads) -> tuple:

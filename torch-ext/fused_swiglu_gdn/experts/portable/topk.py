@@ -114,21 +114,23 @@ def _topk_backward_kernel(
     tl.store(dlogits_ptr + token * E + e, gradient, mask=e < E)
 
 
-def _width(E: int) -> int:
-    return max(32, next_power_of_2(E))
+def _launch(kernel, call, *slots: int) -> Optional[Launch]:
+    """The launch of a call or of its gradient, or None if they have no kernels for its sizes."""
+    (T, E), (K, scoring, renormalize, scale, dtype) = call.logits.shape, call.options
+    if not (0 < E <= 1024 and K <= 64 and T < 2**31 and dtype in SERVED and served(call.logits)):
+        return None
+    constexprs = (K, *slots, scoring == "softmax", renormalize, LEAST[scoring])
+    return Launch(
+        kernel, T, call.device, numbers=(scale, E),
+        constexprs=(*constexprs, max(32, next_power_of_2(E))),
+        options=(("num_warps", 1),), guarded=True,
+    )  # fmt: skip
 
 
 def prepare_topk_fwd(call: Topk) -> Optional[Callable]:
     """(logits, bias) -> (weights [T, K], ids [T, K] int64): one launch."""
-    (T, E), (K, scoring, renormalize, scale, dtype) = call.logits.shape, call.options
-    if not (0 < E <= 1024 and K <= 64 and T < 2**31 and dtype in SERVED and served(*call.tensors)):
-        return None
-    slots = next_power_of_2(K)
-    constexprs = (K, slots, scoring == "softmax", renormalize, LEAST[scoring], _width(E))
-    kernel = Launch(
-        _topk_kernel, T, call.device, numbers=(scale, E), constexprs=constexprs,
-        options=(("num_warps", 1),), guarded=True,
-    )  # fmt: skip
+    T, (K, *_, dtype) = call.logits.shape[0], call.options
+    kernel = _launch(_topk_kernel, call, next_power_of_2(K)) if served(call.bias) else None
 
     def run(logits, bias):
         weights = logits.new_empty((T, K), dtype=dtype)
@@ -137,19 +139,12 @@ def prepare_topk_fwd(call: Topk) -> Optional[Callable]:
         kernel(logits.contiguous(), bias, weights, ids)
         return weights, ids
 
-    return run
+    return None if kernel is None else run
 
 
 def prepare_topk_bwd(call: TopkGradient) -> Optional[Callable]:
     """(dweights, logits, ids) -> dlogits [T, E]: one launch."""
-    (T, E), (K, scoring, renormalize, scale, _) = call.logits.shape, call.options
-    if call.logits.dtype not in SERVED:
-        return None
-    constexprs = (K, scoring == "softmax", renormalize, LEAST[scoring], _width(E))
-    kernel = Launch(
-        _topk_backward_kernel, T, call.device, numbers=(scale, E), constexprs=constexprs,
-        options=(("num_warps", 1),), guarded=True,
-    )  # fmt: skip
+    kernel = _launch(_topk_backward_kernel, call)
 
     def run(dweights, logits, ids):
         logits = logits.contiguous()
@@ -157,4 +152,4 @@ def prepare_topk_bwd(call: TopkGradient) -> Optional[Callable]:
         kernel(dweights.contiguous(), logits, ids, dlogits)
         return dlogits
 
-    return run
+    return None if kernel is None else run

@@ -37,8 +37,9 @@ def _takes(x, weights: list, activation: Optional[str]) -> bool:
             return False
     if len(weights) == 1 and x.shape[0] > 1 and parts_of_k(x, weights[0]) < 2:
         return False  # cuBLAS takes no longer
-    dense = all(w.stride() == (w.shape[1], 1) and w.data_ptr() % 16 == 0 for w in weights)
-    return dense and 0 < x.shape[0] <= MAX_TOKENS and x.shape[1] % 64 == 0
+    M, K = x.shape
+    fit = all(w.shape[1] == K and w.stride() == (K, 1) and w.data_ptr() % 16 == 0 for w in weights)
+    return fit and 0 < M <= MAX_TOKENS and K % 64 == 0
 
 
 def parts_of_k(x, weight) -> int:
