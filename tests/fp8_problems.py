@@ -3,10 +3,30 @@ the kernels that transformers loads from the Hub."""
 
 import copy
 
+import pytest
 import torch
-from conftest import submodule
+from conftest import prepared, submodule
 
 E4M3 = torch.float8_e4m3fn
+
+
+def needs_hopper(device: str) -> None:
+    """Skips a test on a GPU of another kind."""
+    if device == "cuda" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("products of FP8 blocks are of Hopper")
+
+
+def tokens(*shape, device="cpu", seed: int = 0) -> torch.Tensor:
+    """Tokens in bf16 whose columns differ much."""
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(*shape, generator=random) * torch.randn(shape[-1], generator=random).exp()
+    return x.bfloat16().to(device)
+
+
+def quantised(x: torch.Tensor):
+    """x [M, K] in FP8 by the quantiser's kernel, or None."""
+    call = submodule("fp8.call").Quantise
+    return prepared("fp8.portable.quantise", "quantise_fwd", call, x)
 
 
 def quantised_weight(weight: torch.Tensor) -> tuple:

@@ -17,6 +17,14 @@ import pytest
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETING, reason="for a session of Triton's interpreter")
 compiled = pytest.mark.skipif(INTERPRETING, reason="not for Triton's interpreter")
+# of a test that runs kernels on `device`: once under the interpreter, once compiled on a GPU
+wherever_kernels_run = pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=interpreted),
+        pytest.param("cuda", marks=[pytest.mark.gpu, compiled]),
+    ],
+)
 # a process that has imported what takes long, from which each session is forked
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(

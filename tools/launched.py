@@ -587,22 +587,24 @@ def _parts(B, T, H=16, HV=32, D=128):
 
 
 def _prologue(kernel, packed=None, T=2048):
-    options = {"final_width": 4}
+    lengths = states = None
     if packed is not None:
-        states = values(len(packed), 8192, 3)
-        options = {"cu_seqlens": offsets(packed), "initial_states": states}
-    tensors, convolve = (*_parts(1, T), values(8192, 4)), submodule("gdn_layer.fused").convolve_qkv
-    return lambda: convolve(*tensors, None, "silu", **options)
+        lengths, states = offsets(packed), values(len(packed), 8192, 3)
+    convolve = submodule("gdn_layer.ops_fused").PROLOGUE
+    tensors = (*_parts(1, T), values(8192, 4), None, lengths, states)
+    return lambda: convolve(tensors, ("silu", 4))
 
 
 def _layer_decode(kernel, B=1):
     q, k, v = _parts(B, 1)
     z, a = values(B, 1, 32, 128), values(B, 1, 32)
-    return functools.partial(
-        submodule("gdn_layer.fused").decode_step, q, k, v, z, a, a, values(B, 8192, 4),
-        values(B, 32, 128, 128, dtype=FP32), values(8192, 4), None, "silu",
-        values(32, dtype=FP32), values(32, dtype=FP32), values(128, dtype=FP32), 1e-6,
+    tensors = (
+        q, k, v, z, a, a, values(B, 8192, 4), values(B, 32, 128, 128, dtype=FP32),
+        values(8192, 4), None, values(32, dtype=FP32), values(32, dtype=FP32),
+        values(128, dtype=FP32),
     )  # fmt: skip
+    decode = submodule("gdn_layer.ops_fused").DECODE
+    return functools.partial(decode, tensors, ("silu", 1e-6, "silu", False))
 
 
 def _projections(kernel, B=1, K=2048, rows=(8192, 4096, 32, 32), activation=None):
@@ -642,10 +644,10 @@ for D in (64, 128, 256):
 
 
 def _fp8(kernel, M, K=4096, gate=False):
-    product = submodule("fp8.product")
+    ops = submodule("fp8.ops")
     if gate:
-        return functools.partial(product.silu_mul_quantise, *values(M, 2 * K).chunk(2, 1))
-    return functools.partial(product.quantise, values(M, K))
+        return functools.partial(ops.SILU_MUL_QUANTISE, values(M, 2 * K).chunk(2, 1))
+    return functools.partial(ops.QUANTISE, (values(M, K),))
 
 
 calls(_fp8, "fp8 quantise", {"": dict(M=4096), "1 token": dict(M=1), "K 5120": dict(M=33, K=5120)})
@@ -656,36 +658,38 @@ calls(_fp8, "fp8 silu_mul_quantise", {
 
 def _fp8_dequantise(kernel, N, K):
     tensors = values(N, K, dtype=E4M3), values(-(-N // 128), K // 128, dtype=FP32)
-    return functools.partial(submodule("fp8.product").dequantise, *tensors)
+    return functools.partial(submodule("fp8.ops").DEQUANTISE, tensors)
 
 
 calls(_fp8_dequantise, "fp8 dequantise", {"": dict(N=14336, K=4096), "odd": dict(N=400, K=1152)})
 
 
 def _fp8_few(kernel, M, K=4096, rows=(14336, 14336), down=0, plain=()):
-    product = submodule("fp8.product")
+    ops = submodule("fp8.ops")
     weights = [values(n, K, dtype=E4M3) for n in rows]
     weights += [values(down, rows[0], dtype=E4M3)] if down else []
     scales = [values(*(-(-n // 128) for n in w.shape), dtype=FP32).abs() for w in weights]
-    x, call = values(M, K), product.few_mlp if down else product.few
+    x = values(M, K)
     more = (tuple(values(n, K) for n in plain), x) if plain else ()
 
     def run():
-        codes = product.quantise(x)  # None on a chip without FP8
-        return codes and call(codes, M, tuple(weights), tuple(scales), *more)
+        codes = ops.QUANTISE((x,))  # None on a chip without FP8
+        if codes and down:
+            return ops.FEW_MLP((*codes, *weights, *scales, None), (M,))
+        return codes and ops.few(codes, M, tuple(weights), tuple(scales), *more)
 
     return run
 
 
 def _fp8_quantise_few(kernel, M, N, K=4096):
     tensors = values(M, K), values(N, K, dtype=E4M3), values(-(-N // 128), K // 128, dtype=FP32)
-    return functools.partial(submodule("fp8.product").quantise_few, *tensors)
+    return functools.partial(submodule("fp8.ops").QUANTISE_FEW, tensors)
 
 
 def _fp8_norm(kernel, M, K=4096, residual=True, mode="llama"):
     x, weight, added = values(M, K), values(K), values(M, K) if residual else None
-    product = submodule("fp8.product")
-    return lambda: product.norm_quantise(x, weight, added, 1e-6, mode, float(mode == "gemma"))
+    norm, options = submodule("fp8.ops").NORM_QUANTISE, (1e-6, mode, float(mode == "gemma"))
+    return functools.partial(norm, (x, weight, added), options)
 
 
 calls(_fp8_norm, "fp8 norm", {
@@ -716,10 +720,8 @@ def _fp8_gated_norm(kernel, B=1, T=4096, HV=32):
 
 
 def _fp8_layer_decode(kernel, B=1):
-    tensors = _layer_decode(kernel, B).args
     decode = submodule("gdn_layer.ops_fp8").DECODE_QUANTISE
-    given = (*tensors[:10], *tensors[11:14])
-    return lambda: decode(given, ("silu", 1e-6, "silu", False))
+    return functools.partial(decode, *_layer_decode(kernel, B).args)
 
 
 calls(_fp8_gate, "fp8 attention gate", {"": {}, "16 tokens": dict(B=16, T=1)})

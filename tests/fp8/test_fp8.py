@@ -8,11 +8,12 @@ import fp8_problems
 import pytest
 import torch
 from conftest import TOLERANCE, assert_close, prepared, relative_error, submodule
-from interpreter import compiled, interpreted, test_in_the_interpreter  # noqa: F401
+from fp8_problems import E4M3, quantised
+from interpreter import compiled, test_in_the_interpreter, wherever_kernels_run  # noqa: F401
 
-E4M3 = torch.float8_e4m3fn
-call, reference = submodule("fp8.call"), submodule("fp8.reference")
+call, ops, reference = (submodule(f"fp8.{name}") for name in ("call", "ops", "reference"))
 layer, dispatch = submodule("layers.fp8"), submodule("runtime.dispatch")
+projections = submodule("layers.projections").projections
 
 
 def values(M, K, device="cpu", seed=0):
@@ -85,10 +86,6 @@ def test_the_gate_rounds_where_torch_does():
 # --- the kernels
 
 
-def quantise(x):
-    return prepared("fp8.portable.quantise", "quantise_fwd", call.Quantise, x)
-
-
 def silu_mul_quantise(*tensors):
     args = ("fp8.portable.quantise", "silu_mul_quantise_fwd", call.SiluMulQuantise)
     return prepared(*args, *tensors)
@@ -98,24 +95,26 @@ def norm_quantise(*fields):
     return prepared("fp8.portable.norm", "norm_quantise_fwd", call.NormQuantise, *fields)
 
 
-def check_kernels(device, bits):
+@wherever_kernels_run
+def test_quantisers(device):
+    """Scales to the bit, and codes where Triton's interpreter does not round to e4m3 in a way of
+    its own."""
+    bits = device == "cuda"
     for M, K in ((1, 256), (3, 512), (15, 640), (16, 5120), (17, 4352), (65, 384)):
         wide = values(M, K + 128, device, M)
         for x in (wide[:, :K], wide[:, :K].contiguous()):
-            same_bits(quantise(x), reference.quantise_fwd(x), bits)
-    gate_up = values(32, 2 * 1280, device)
-    gate, up = gate_up.chunk(2, 1)
+            same_bits(quantised(x), reference.quantise_fwd(x), bits)
+    assert quantised(values(4, 192, device)) is None
+    assert quantised(values(4, 256, device).half()) is None
+    gate, up = values(32, 2 * 1280, device).chunk(2, 1)
     found = silu_mul_quantise(gate, up)
     expected = reference.silu_mul_quantise_fwd(gate, up)
     assert found.scales.stride() == (1, 32)
     # exp2 is another than exp, and the interpreter cuts bf16 off: neighbours, twice
     assert torch.equal(found.scales.isnan(), expected.scales.isnan())
-    near = torch.isclose(found.scales, expected.scales, rtol=2**-6, equal_nan=True)
-    assert near.all()
+    assert torch.isclose(found.scales, expected.scales, rtol=2**-6, equal_nan=True).all()
     z = [(q.codes.float() * q.scales.repeat_interleave(128, 1))[3:] for q in (found, expected)]
     assert relative_error(z[0].nan_to_num(), z[1].nan_to_num()) < (0.02 if bits else 0.1)
-    assert quantise(values(4, 192, device)) is None
-    assert quantise(values(4, 256, device).half()) is None
     for M in (1, 17):  # rows of zeros behind them
         part = silu_mul_quantise(gate[3 : 3 + M], up[3 : 3 + M])
         assert torch.equal(part.scales[:M], found.scales[3 : 3 + M])
@@ -123,62 +122,44 @@ def check_kernels(device, bits):
     assert silu_mul_quantise(gate[:3], up[:2]) is None
 
 
-def check_norms(device, bits):
+@wherever_kernels_run
+def test_norms(device):
     """The norm's result, the sum, and codes and scales of the result as the quantiser has them."""
+    most, most_of_sums = (4e-3, 1e-6) if device == "cuda" else (2e-2, 1e-2)
     for M, D, mode, added in (
-        (3, 512, "llama", True),
-        (17, 640, "gemma", False),
-        (1, 384, "llama", False),
-    ):
-        x = (values(M, D, device).nan_to_num(1.0, 1.0), torch.randn(D).bfloat16().to(device))
+        (3, 512, "llama", True), (17, 640, "gemma", False), (1, 384, "llama", False),
+    ):  # fmt: skip
+        x, weight = values(M, D, device).nan_to_num(1.0, 1.0), torch.randn(D).bfloat16().to(device)
         residual = values(M, D, device, 5).nan_to_num(1.0, 1.0) if added else None
-        args = (*x, residual, 1e-6, mode, float(mode == "gemma"))
-        y, total, codes = norm_quantise(*args)
-        expected, sums, _ = reference.norm_quantise_fwd(*args)
-        assert y.shape == expected.shape and relative_error(y, expected) < (4e-3 if bits else 2e-2)
+        options = (1e-6, mode, float(mode == "gemma"))
+        y, total, codes = norm_quantise(x, weight, residual, *options)
+        expected, sums, _ = reference.norm_quantise_fwd(x, weight, residual, *options)
+        assert relative_error(y, expected) < most
         assert (total is None) == (residual is None)
-        assert total is None or relative_error(total, sums) < (1e-6 if bits else 1e-2)
-        same_bits(codes, quantise(y))
-    assert norm_quantise(x[0].half(), *args[1:]) is None
-    columns = x[0].repeat(4, 1).t().contiguous().t()
-    assert norm_quantise(columns, *args[1:]) is None
-    assert norm_quantise(x[0], x[1].float(), *args[2:]) is None  # y would be fp32
-
-
-@interpreted
-def test_norms_interpreted():
-    check_norms("cpu", False)
+        assert total is None or relative_error(total, sums) < most_of_sums
+        same_bits(codes, quantised(y))
+    assert norm_quantise(x.half(), weight, None, *options) is None
+    columns = x.repeat(4, 1).t().contiguous().t()
+    assert norm_quantise(columns, weight, None, *options) is None
+    assert norm_quantise(x, weight.float(), None, *options) is None  # y would be fp32
 
 
 @pytest.mark.gpu
 @compiled
-def test_norms_on_a_gpu():
-    check_norms("cuda", True)
-
-
-@interpreted
-def test_values_interpreted():
-    """Scales alone to the bit: Triton's interpreter rounds to e4m3 in a way of its own."""
-    check_kernels("cpu", False)
-
-
-@pytest.mark.gpu
-@compiled
-def test_codes_on_a_gpu():
-    check_kernels("cuda", True)
+def test_codes_of_deepgemm_on_a_gpu():
+    """As DeepGEMM's Python has them."""
     x = values(513, 4096, "cuda").nan_to_num(1.0)
     groups = x.float().view(513, 32, 128)
-    scales = groups.abs().amax(2).clamp(1e-4) / 448.0  # as DeepGEMM's Python has it
+    scales = groups.abs().amax(2).clamp(1e-4) / 448.0
     codes = (groups * (1.0 / scales.unsqueeze(2))).to(E4M3).view(513, 4096)
-    found = submodule("fp8.product").quantise(x)
+    found = ops.QUANTISE((x,))
     assert torch.equal(found.scales[:513], scales)
     assert torch.equal(found.codes[:513].view(torch.uint8), codes.view(torch.uint8))
 
 
-@pytest.fixture
-def on_hopper():
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("torch's product of FP8 blocks is of Hopper")
+def products_work() -> None:
+    """Skips a test where torch has no product of FP8 blocks; CUDA 12.9 has it on Hopper."""
+    fp8_problems.needs_hopper("cuda")
     works = submodule("fp8.hopper.multiply")._has_product(torch.device("cuda", 0))
     assert works or tuple(map(int, torch.version.cuda.split("."))) < (12, 9)
     if not works:
@@ -188,22 +169,34 @@ def on_hopper():
 @pytest.mark.gpu
 @compiled
 @pytest.mark.parametrize("N, K", [(512, 512), (1040, 1024), (128, 512), (4096, 4608), (272, 5120)])
-def test_products_on_a_gpu(on_hopper, N, K):
+def test_products_on_a_gpu(N, K):
     """Against fp64 of their operands, with a last block of the weight that has fewer rows."""
-    module = fp8_problems.linear(N, K, bias=N == 272, device="cuda")
+    products_work()
+    part = fp8_problems.linear(N, K, device="cuda").requires_grad_(False)
+    weight, scale = part.weight, part.weight_scale_inv
     for M in (1, 15, 16, 17, 63, 65, 129, 1024):
-        x = values(M, K, "cuda").nan_to_num(1.0, 1.0)
-        codes = submodule("fp8.product").quantise(x)
-        product = submodule("fp8.product").product_of(module.weight, module.weight_scale_inv)
-        assert product is not None
-        with torch.no_grad():
-            y = product(module.weight, module.weight_scale_inv, codes)
+        codes = ops.QUANTISE((values(M, K, "cuda").nan_to_num(1.0, 1.0),))
+        y = ops.PRODUCT.serving((weight, scale))(weight, scale, codes)
         assert y.shape == (call.padded(M), N) and y.dtype is torch.bfloat16
-        exact = fp8_problems.exact(codes, module.weight, module.weight_scale_inv)
+        exact = fp8_problems.exact(codes, weight, scale)
         assert relative_error(y[:M], exact[:M]) < 4e-3
         if hasattr(torch.nn.functional, "scaled_mm"):
             public = submodule("fp8.hopper.multiply")._multiply_publicly
-            assert torch.equal(public(module.weight, module.weight_scale_inv, codes), y)
+            assert torch.equal(public(weight, scale, codes), y)
+
+
+@pytest.mark.gpu
+@compiled
+def test_a_product_that_is_first_met_in_a_capture(monkeypatch):
+    """It cannot be tried there, which is no answer for later calls."""
+    products_work()
+    part = fp8_problems.linear(384, 1536, device="cuda").requires_grad_(False)
+    tensors, x = (part.weight, part.weight_scale_inv), torch.zeros(1, device="cuda")
+    monkeypatch.setattr(submodule("fp8.hopper.multiply"), "_works", {})
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        x.add_(1)
+        assert ops.PRODUCT.serving(tensors) is None
+    assert ops.PRODUCT.serving(tensors) is not None
 
 
 def test_the_public_product(monkeypatch):
@@ -363,14 +356,8 @@ def test_another_forward_of_the_class_is_left_alone(kernel, monkeypatch):
 @pytest.fixture
 def counted(monkeypatch):
     """How often x was quantised, by the reference."""
-    made = []
-    own = layer.quantise
-
-    def quantise(x):
-        made.append(x)
-        return own(x)
-
-    monkeypatch.setattr(layer, "quantise", quantise)
+    made, own = [], layer.QUANTISE
+    monkeypatch.setattr(layer, "QUANTISE", lambda given: made.append(given) or own(given))
     with dispatch.force("reference"):
         yield made
 
@@ -410,7 +397,6 @@ def test_several_in_one_call(kernel, counted):
     """As a served attention module asks; one that is no FP8Linear is called."""
     parts = [served(kernel, fp8_problems.linear(128, 512, seed=n)) for n in range(2)]
     plain = torch.nn.Linear(512, 16, dtype=torch.bfloat16)
-    projections = submodule("layers.projections").projections
     x = values(4, 512).nan_to_num(1.0, 1.0).view(2, 2, 512)
     with torch.inference_mode():
         found = projections(x, *parts, plain)
@@ -429,7 +415,6 @@ def test_one_projection(kernel, monkeypatch):
     bits, and a bias."""
     calls = fp8_problems.stand_in(monkeypatch)
     part = served(kernel, fp8_problems.linear(128, 512, bias=True)).requires_grad_(False)
-    projections = submodule("layers.projections").projections
     x, few = values(4, 512).nan_to_num(1.0, 1.0).view(2, 2, 512), "quantise_few_fwd"
     with torch.no_grad(), dispatch.force("reference"):
         expected = part(x)
@@ -511,4 +496,4 @@ def test_launches(kernel, monkeypatch):
     assert len(products) == 3 and all(p["scale_a"].stride() == (1, 80) for p in products)
     assert all(p["scale_b"].shape == (40, 1) for p in products)
     with recording.recorded(device.Chip("NVIDIA_A100", (8, 0), 108)) as records:
-        assert submodule("fp8.product").quantise(x) is None and not records
+        assert ops.QUANTISE((x,)) is None and not records

@@ -6,10 +6,11 @@ import fp8_problems
 import pytest
 import torch
 from conftest import prepared, submodule
-from interpreter import compiled, interpreted, test_in_the_interpreter  # noqa: F401
+from fp8_problems import quantised
+from interpreter import test_in_the_interpreter, wherever_kernels_run  # noqa: F401
 
 dispatch, reference = submodule("runtime.dispatch"), submodule("fp8.reference")
-attention, layer, fp8 = (submodule(f"{room}.call") for room in ("attention", "gdn_layer", "fp8"))
+attention, layer = submodule("attention.call"), submodule("gdn_layer.call")
 
 
 def values(*shape, device="cpu", seed=0, scale=2.0):
@@ -17,33 +18,35 @@ def values(*shape, device="cpu", seed=0, scale=2.0):
     return torch.randn(*shape, generator=random).mul(scale).bfloat16().to(device)
 
 
-def quantise(y):
-    """Tokens as rows, by the quantiser's own kernel."""
-    return prepared(
-        "fp8.portable.quantise", "quantise_fwd", fp8.Quantise, y.flatten(0, 1).flatten(1)
-    )
-
-
-def same(found, expected, rows=None) -> None:
-    """Codes and scales to the bit; rows: how many of them are compared."""
+def same(found, y=None, rows=None, expected=None) -> None:
+    """Codes and scales to the bit as the quantiser makes them of y, a row a token, or as expected;
+    zeros behind them. rows: how many are compared, the others are not written."""
+    expected = quantised(y.flatten(0, 1).flatten(1)) if expected is None else expected
     assert found.codes.shape == expected.codes.shape and found.codes.dtype == torch.float8_e4m3fn
     assert found.scales.stride() == expected.scales.stride() == (1, expected.codes.shape[0])
     for mine, other in zip(found, expected):
         assert torch.equal(mine.float()[:rows], other.float()[:rows])
 
 
-def sigmoid_gate(x, gate):
+def needs_fp8(device: str) -> None:
+    if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no FP8")
+
+
+def sigmoid_gate(x, gate) -> tuple:
     """In FP8, and in bf16."""
-    quantised = prepared(
-        "attention.portable.gate_fp8", "sigmoid_gate_quantise_fwd", attention.SigmoidGate, x, gate
-    )
-    return quantised, prepared(
-        "attention.portable.gate", "sigmoid_gate_fwd", attention.SigmoidGate, x, gate
-    )
+    return tuple(
+        prepared(f"attention.portable.{module}", name, attention.SigmoidGate, x, gate)
+        for module, name in (
+            ("gate_fp8", "sigmoid_gate_quantise_fwd"), ("gate", "sigmoid_gate_fwd"),
+        )
+    )  # fmt: skip
 
 
-def check_sigmoid_gates(device):
+@wherever_kernels_run
+def test_sigmoid_gates(device):
     """Codes and scales are the quantiser's of what the gate gives in bf16; of views, too."""
+    needs_fp8(device)
     for B, T, HQ, D in ((1, 1, 4, 128), (2, 17, 6, 64), (16, 1, 2, 256), (1, 65, 16, 256)):
         both = values(B, T, HQ, 2 * D, device=device)
         gate, heads_first = both[..., D:], both[..., :D].transpose(1, 2).contiguous()
@@ -52,8 +55,7 @@ def check_sigmoid_gates(device):
             if B > 1 and T > 1 and x.stride(0) != T * x.stride(1):
                 assert found is None
                 continue
-            same(found, quantise(y))
-            assert not found.codes[B * T :].float().any()
+            same(found, y)
     x = values(1, 3, 2, 64, device=device)
     assert sigmoid_gate(x, x)[0] is not None
     for bad in (x.half(), x[..., :32], x[:0], x[:, :, :1], x.transpose(2, 3)):
@@ -61,18 +63,21 @@ def check_sigmoid_gates(device):
     assert sigmoid_gate(x, x[:, :1].expand_as(x)[..., :64].half())[0] is None
 
 
-def gated_norm(x, gate, weight, activation="silu"):
+def gated_norm(x, gate, weight, activation="silu") -> tuple:
     """In FP8, and in bf16."""
-    fields = (x, gate, weight, 1e-6, activation)
-    quantised = prepared(
-        "gdn_layer.portable.fp8", "rms_norm_gated_quantise_fwd", layer.GatedNorm, *fields
-    )
-    return quantised, prepared(
-        "gdn_layer.portable.layer", "rms_norm_gated_fwd", layer.GatedNorm, *fields
-    )
+    return tuple(
+        prepared(
+            f"gdn_layer.portable.{module}", name, layer.GatedNorm, x, gate, weight, 1e-6, activation
+        )
+        for module, name in (
+            ("fp8", "rms_norm_gated_quantise_fwd"), ("layer", "rms_norm_gated_fwd"),
+        )
+    )  # fmt: skip
 
 
-def check_gated_norms(device):
+@wherever_kernels_run
+def test_gated_norms(device):
+    needs_fp8(device)
     weight = values(128, device=device, scale=1.0)
     for (B, T, *heads), activation in (
         ((1, 1, 4), "silu"), ((2, 17, 6), "sigmoid"), ((3, 30, 2, 3), "silu"),
@@ -82,16 +87,15 @@ def check_gated_norms(device):
         z = values(B, T, *heads, 256, device=device, seed=1)[..., 128:]
         z = z if len(heads) == 1 else z.contiguous()
         found, y = gated_norm(x, z, weight, activation)
-        same(found, quantise(y.flatten(2, -2)))
-        assert not found.codes[B * T :].float().any()
+        same(found, y.flatten(2, -2))
     narrow = values(1, 3, 2, 64, device=device)
     assert gated_norm(narrow, narrow, weight[:64])[0] is None
     for bad in (x.half(), x[:0], x.transpose(1, 2)[..., ::1].mT):
         assert gated_norm(bad, bad, weight.to(bad.dtype))[0] is None
 
 
-def decoding(B, H, HV, device, K=128):
-    """Tensors of a token."""
+def decoding(B, H, HV, device="cpu", K=128) -> tuple:
+    """The tensors of a token; its states are [6:8]."""
     q, k = (values(B, 1, H, K, device=device, seed=i) for i in (1, 2))
     v, z = (values(B, 1, HV, 128, device=device, seed=i) for i in (3, 4))
     a, b = (values(B, 1, HV, device=device, seed=i) for i in (5, 6))
@@ -102,56 +106,51 @@ def decoding(B, H, HV, device, K=128):
     return q, k, v, z, a, b, held, state, weight, None, A_log, dt_bias, norm
 
 
-def decode(tensors, quantised: bool):
-    name = "gdn_layer_decode_quantise" if quantised else "gdn_layer_decode"
-    module = "gdn_layer.portable.fp8" if quantised else "gdn_layer.portable.layer"
-    return prepared(module, name, layer.LayerDecode, *tensors, "silu", 1e-6, "silu", False)
+def copied(tensors: tuple) -> tuple:
+    return tuple(None if x is None else x.clone() for x in tensors)
 
 
-def check_decoding(device):
+OPTIONS = "silu", 1e-6, "silu", False
+
+
+def decode(tensors, module: str, name: str):
+    return prepared(f"gdn_layer.portable.{module}", name, layer.LayerDecode, *tensors, *OPTIONS)
+
+
+@wherever_kernels_run
+def test_decoding(device):
     """Codes, scales and both states."""
+    needs_fp8(device)
+    quantising = "fp8", "gdn_layer_decode_quantise"
     for B, H, HV in ((1, 2, 4), (17, 1, 2)):
         tensors = decoding(B, H, HV, device)
-        twin = tuple(None if x is None else x.clone() for x in tensors)
-        found, y = decode(tensors, True), decode(twin, False)
-        same(found, quantise(y.flatten(2)), rows=B)
-        for mine, other in zip(tensors[6:8], twin[6:8]):
-            assert torch.equal(mine, other)
-    assert decode(decoding(65, 1, 1, device), True) is None
-
-
-@interpreted
-def test_sigmoid_gates_interpreted():
-    check_sigmoid_gates("cpu")
-
-
-@interpreted
-def test_gated_norms_interpreted():
-    check_gated_norms("cpu")
-
-
-@interpreted
-def test_decoding_interpreted():
-    check_decoding("cpu")
+        twin = copied(tensors)
+        found, y = decode(tensors, *quantising), decode(twin, "layer", "gdn_layer_decode")
+        same(found, y.flatten(2), rows=B)
+        assert all(map(torch.equal, tensors[6:8], twin[6:8]))
+    assert decode(decoding(65, 1, 1, device), *quantising) is None
 
 
 def test_the_references():
     """The formula of each in bf16, and the quantiser's."""
     x, gate, weight = values(2, 3, 4, 128), values(2, 3, 4, 128, seed=1), values(128)
-    y = submodule("attention.reference").sigmoid_gate_fwd(x, gate)
-    found = submodule("attention.reference").sigmoid_gate_quantise_fwd(x, gate)
-    same(found, reference.quantise_fwd(y.view(6, 512)))
-    y = submodule("gdn_layer.reference.layer").rms_norm_gated_fwd(x, gate, weight, 1e-6, "silu")
-    mine = submodule("gdn_layer.reference.fp8")
-    found = mine.rms_norm_gated_quantise_fwd(x, gate, weight, 1e-6, "silu")
-    same(found, reference.quantise_fwd(y.view(6, 512)))
-    tensors, options = decoding(3, 1, 2, "cpu"), ("silu", 1e-6, "silu", False)
-    twin = tuple(None if x is None else x.clone() for x in tensors)
-    call = layer.LayerDecode(*twin, layer.DecodeOptions(*options))
+    gates, norms = submodule("attention.reference"), submodule("gdn_layer.reference.layer")
+    mine, norm_options = submodule("gdn_layer.reference.fp8"), (weight, 1e-6, "silu")
+    for y, found in (
+        (gates.sigmoid_gate_fwd(x, gate), gates.sigmoid_gate_quantise_fwd(x, gate)),
+        (
+            norms.rms_norm_gated_fwd(x, gate, *norm_options),
+            mine.rms_norm_gated_quantise_fwd(x, gate, *norm_options),
+        ),
+    ):
+        same(found, expected=reference.quantise_fwd(y.view(6, 512)))
+    tensors = decoding(3, 1, 2)
+    twin = copied(tensors)
+    call = layer.LayerDecode(*twin, layer.DecodeOptions(*OPTIONS))
     y = submodule("gdn_layer.reference.fused").gdn_layer_decode(call)
-    found = mine.gdn_layer_decode_quantise(*tensors, *options)
-    same(found, reference.quantise_fwd(y.flatten(1)))
-    assert all(torch.equal(a, b) for a, b in zip(tensors[6:8], twin[6:8]))
+    found = mine.gdn_layer_decode_quantise(*tensors, *OPTIONS)
+    same(found, expected=reference.quantise_fwd(y.flatten(1)))
+    assert all(map(torch.equal, tensors[6:8], twin[6:8]))
 
 
 GATES = {
@@ -225,16 +224,3 @@ def test_output_projections_that_do_more(kernel, monkeypatch):
         y = submodule("layers.fp8_out").gated(heads, gate, biased)
         x = submodule("attention.reference").sigmoid_gate_fwd(heads, gate).view(2, 3, 512)
         assert torch.equal(y, biased(x))
-
-
-@pytest.fixture
-def on_fp8():
-    if torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("this GPU has no FP8")
-
-
-@pytest.mark.gpu
-@compiled
-@pytest.mark.parametrize("check", [check_sigmoid_gates, check_gated_norms, check_decoding])
-def test_gates_on_a_gpu(on_fp8, check):
-    check("cuda")

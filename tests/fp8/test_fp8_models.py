@@ -88,18 +88,18 @@ def test_projections_that_are_no_fp8(kernel, monkeypatch):
 @pytest.mark.parametrize("hooked", [False, True])
 def test_a_layer_adds_within_its_mlp(kernel, monkeypatch, hooked):
     """Of a few tokens, and where nobody looks at what the MLP gives; with the same bits."""
-    product, added, seen = submodule("fp8.product"), [], []
+    layers, added, seen = submodule("layers.fp8_mlp"), [], []
     model = fp8_problems.tiny_qwen3()
     kernel.kernelize(model)
     mlp = model.model.layers[1].mlp
     if hooked:
         mlp.register_forward_hook(lambda module, args, y: seen.append(y.clone()))
 
-    def few_mlp(*args):
-        added.append(args[4] is not None)
-        return product.few_mlp(*args)
+    def few_mlp(tensors, options, own=layers.FEW_MLP):
+        added.append(tensors[-1] is not None)
+        return own(tensors, options)
 
-    monkeypatch.setattr(submodule("layers.fp8_mlp"), "few_mlp", few_mlp)
+    monkeypatch.setattr(layers, "FEW_MLP", few_mlp)
     with torch.no_grad(), dispatch.force("reference"):
         found = model(IDS).logits
         assert added == [True, not hooked]

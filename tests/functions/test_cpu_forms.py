@@ -178,10 +178,9 @@ def test_token_of_a_layer(kernel, H, HV, allow_neg_eigval, activation, dense):
         )  # fmt: skip
     ref = kernel.rms_norm_gated(o, z, norm, eps=0.1)
     with torch.no_grad():
-        out = submodule("gdn_layer.fused").decode_step(
-            q, k, v, z, a, b, conv_state, state, weight, bias, activation, A_log, dt_bias, norm,
-            0.1, "silu", allow_neg_eigval,
-        )  # fmt: skip
+        tensors = (q, k, v, z, a, b, conv_state, state, weight, bias, A_log, dt_bias, norm)
+        decode = submodule("gdn_layer.ops_fused").DECODE
+        out = decode(tensors, (activation, 0.1, "silu", allow_neg_eigval))
     assert_close(out, ref)
     assert_close(state, final)
     assert torch.equal(conv_state, own[0])

@@ -381,11 +381,11 @@ def test_autograd_notices_what_layers_write(kernel, by_portable, name):
     if name == "decode_step":
         gates, states = torch.randn(2, 2, 1, 2).unbind(0), [torch.zeros(2, 96, 4)]
         states.append(torch.zeros(2, 2, 16, 16))
-        rest = [torch.randn(96, 4), None, "silu", *torch.zeros(2, 2).unbind(0), torch.ones(16)]
-        step = submodule("gdn_layer.fused").decode_step
+        rest = [torch.randn(96, 4), None, *torch.zeros(2, 2).unbind(0), torch.ones(16)]
+        decode = submodule("gdn_layer.ops_fused").DECODE
 
         def call():
-            step(q, k, v, z, *gates, *states, *rest, 1e-6)
+            decode((q, k, v, z, *gates, *states, *rest), ("silu", 1e-6, "silu", False))
     else:
         states = [torch.zeros(2, 2, 5, 16), torch.zeros(2, 2, 5, 16)]
         angles, place = torch.randn(2, 2, 1, 16).unbind(0), torch.tensor(1)

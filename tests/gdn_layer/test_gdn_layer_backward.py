@@ -20,7 +20,6 @@ def by_kernel(name, kind):
 
 convolution_bwd = by_kernel("causal_conv1d_bwd", calls.ConvolutionGradient)
 norm_bwd = by_kernel("rms_norm_gated_bwd", calls.GatedNormGradient)
-prologue_bwd = by_kernel("gdn_layer_prologue_bwd", calls.PrologueGradient)
 
 CONVOLUTIONS = {
     "plain": {},
@@ -36,10 +35,6 @@ CONVOLUTIONS = {
     "two taps, channels first": {"W": 2, "channels_first": True},
     "eight taps": {"W": 8, "T": 20, "initial": True},
 }
-
-
-def wide(x):
-    return x.double() if torch.is_tensor(x) and x.is_floating_point() else x
 
 
 class Convolution:
@@ -142,22 +137,6 @@ def test_norm(shape, activation, dtype):
     check_norm(norm_bwd, shape, activation, dtype)
 
 
-@interpreted
-@pytest.mark.parametrize("adjacent", [True, False])
-def test_prologue(adjacent):
-    """q, k, v are views of one projection, which is then read as it is, or tensors apart."""
-    module = submodule("gdn_layer.portable.causal_conv1d_backward")
-    x, dy, weight = torch.randn(2, 9, 16), torch.randn(2, 9, 16), torch.randn(16, 3)
-    q, k, v = (t if adjacent else t.clone() for t in x.split([4, 4, 8], -1))
-    q, k, v = q.unflatten(-1, (1, 4)), k.unflatten(-1, (1, 4)), v.unflatten(-1, (2, 4))
-    assert (module._joined(q, k, v).data_ptr() == x.data_ptr()) == adjacent
-    got = prologue_bwd(q, k, v, weight, None, None, None, dy, "silu")
-    tensors = (*(wide(t) for t in (q, k, v, weight)), None, None, None, wide(dy))
-    want = backward.gdn_layer_prologue_bwd(*tensors, "silu")
-    for a, b in zip(got[:2], want[:2]):
-        assert relative_error(a, b) < 1e-6
-
-
 @compiled
 def test_operators():
     x = torch.randn(2, 4, 10, dtype=torch.float64, requires_grad=True)
@@ -166,8 +145,7 @@ def test_operators():
     torch.library.opcheck(ops.CONVOLUTION.op, args)
     gate, scale = torch.randn_like(x, requires_grad=True), torch.ones(10, dtype=torch.float64)
     torch.library.opcheck(ops.GATED_NORM.op, (x, gate, scale.requires_grad_(), 1e-6, "silu"))
-    heads = [torch.randn(1, 6, 2, 2, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-    weight = torch.randn(12, 3, dtype=torch.float64, requires_grad=True)
+    heads, weight = torch.randn(3, 1, 6, 2, 2).double().unbind(0), torch.randn(12, 3).double()
     torch.library.opcheck(fused.PROLOGUE.op, (*heads, weight, None, None, None, "silu", 0))
     y = ops.CONVOLUTION.op(*args)[0]
     (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
@@ -204,16 +182,3 @@ def test_gpu_norm(shape, activation, dtype):
     weight = torch.randn(shape[-1], device="cuda").to(dtype)
     twice = [norm_bwd(x, gate, weight, dy, 1e-6, activation) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(*twice))
-
-
-@pytest.mark.gpu
-def test_gpu_prologue():
-    """Views of one projection, as a layer has them."""
-    x, dy = (torch.randn(2, 130, 512, device="cuda").bfloat16() for _ in range(2))
-    weight = torch.randn(512, 4, device="cuda").bfloat16()
-    q, k, v = (t.unflatten(-1, (-1, 64)) for t in x.split([128, 128, 256], -1))
-    got = prologue_bwd(q, k, v, weight, None, None, None, dy, "silu")
-    tensors = (*(wide(t) for t in (q, k, v, weight)), None, None, None, wide(dy))
-    want = backward.gdn_layer_prologue_bwd(*tensors, "silu")
-    for a, b in zip(got[:2], want[:2]):
-        assert relative_error(a, b) <= 2 * TOLERANCE[torch.bfloat16]

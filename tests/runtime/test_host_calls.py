@@ -171,18 +171,18 @@ def layer_calls(kernel) -> dict:
 
 
 def fp8_calls() -> dict:
-    product, experts = submodule("fp8.product"), submodule("experts.ops_fp8").fp8_experts
+    ops, experts = submodule("fp8.ops"), submodule("experts.ops_fp8").fp8_experts
     x, residual, weight = (torch.zeros(*s, 512).bfloat16() for s in ((4,), (4,), ()))
     weights = [torch.zeros(512, 512).to(torch.float8_e4m3fn) for _ in range(2)]
-    scales, codes = [torch.ones(4, 4) for _ in range(2)], product.quantise(x)
+    scales, codes = [torch.ones(4, 4) for _ in range(2)], ops.QUANTISE((x,))
     stacked = [torch.zeros(4, *s, 256).to(torch.float8_e4m3fn) for s in ((512,), (256,))]
     tensors = (stacked[0], torch.ones(4, 4, 2), stacked[1], torch.ones(4, 2, 2))
     routed = (torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, 2).bfloat16())
     token = x[:, :256].contiguous()
     return {
-        "FP8": lambda: product.quantise(x),
-        "norm in FP8": lambda: product.norm_quantise(x, weight, residual, 1e-6, "llama", 0.0),
-        "products in FP8": lambda: product.few(codes, 4, tuple(weights), tuple(scales)),
+        "FP8": lambda: ops.QUANTISE((x,)),
+        "norm in FP8": lambda: ops.NORM_QUANTISE((x, weight, residual), (1e-6, "llama", 0.0)),
+        "products in FP8": lambda: ops.few(codes, 4, tuple(weights), tuple(scales)),
         "experts in FP8, T=4": lambda: experts(token, *tensors, *routed),
     }
 
@@ -196,11 +196,11 @@ def calls(kernel) -> dict:
     a, b = (torch.zeros(1, 1, 4, dtype=torch.bfloat16) for _ in range(2))
     held, weight = torch.zeros(2, 1, 1024, 4, dtype=torch.bfloat16)
     layer = (
-        q, k, v, v.clone(), a, b, held, state, weight[0], None, "silu", torch.zeros(4),
-        torch.zeros(4), torch.zeros(128, dtype=torch.bfloat16), 1e-6,
+        q, k, v, v.clone(), a, b, held, state, weight[0], None, torch.zeros(4),
+        torch.zeros(4), torch.zeros(128, dtype=torch.bfloat16),
     )  # fmt: skip
     norm = {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
-    fused = submodule("gdn_layer.fused")
+    decode = submodule("gdn_layer.ops_fused").DECODE
     heads, table = torch.zeros(1, 1, 2, 64), torch.zeros(1, 1, 64)
     heads, keys, values = (x.bfloat16() for x in (heads, *torch.zeros(2, 1, 2, 640, 64)))
     at = torch.tensor(3)
@@ -264,7 +264,7 @@ def calls(kernel) -> dict:
         ),
         "swiglu, M=1": lambda: kernel.fused_swiglu(few, w_gate, w_up),
         "swiglu, M=512": lambda: kernel.fused_swiglu(many, w_gate, w_up),
-        "layer": lambda: fused.decode_step(*layer),
+        "layer": lambda: decode(layer, ("silu", 1e-6, "silu", False)),
         "norm": lambda: kernel.rms_norm(few, w_gate[0], residual=few),
         "gate": lambda: kernel.silu_mul(few, few),
         "rule, training step": training_step(kernel.chunk_gated_delta_rule, prompt),

@@ -28,12 +28,16 @@ def padded(rows: int) -> int:
 
 @call
 class Quantise(NamedTuple):
+    """x in FP8: Quantised."""
+
     x: Tensor  # [M, K] bf16
     options: NoOptions
 
 
 @call
 class SiluMulQuantise(NamedTuple):
+    """silu(gate) * up in FP8, rounded to bf16 after each of the two."""
+
     gate: Tensor  # [M, K] bf16
     up: Tensor  # [M, K] bf16
     options: NoOptions
@@ -49,6 +53,8 @@ class NormOptions(NamedTuple):
 
 @call
 class NormQuantise(NamedTuple):
+    """RMSNorm of x + residual, that sum or None, and the norm's result in FP8."""
+
     x: Tensor  # [..., K] bf16
     weight: Optional[Tensor]  # [K]
     residual: Optional[Tensor]  # [..., K]
@@ -57,7 +63,8 @@ class NormQuantise(NamedTuple):
 
 @call
 class Product(NamedTuple):
-    """The weight of a product, by which its kernel is chosen before any tokens are quantised."""
+    """The weight of a product, by which its kernel is chosen before any tokens are quantised: a
+    function of the weight, its scale and tokens in FP8, which gives [P, N] bf16."""
 
     weight: Tensor  # [N, K] e4m3
     scale: Tensor  # [ceil(N / BLOCK), K / BLOCK] fp32
@@ -66,6 +73,8 @@ class Product(NamedTuple):
 
 @call
 class Dequantise(NamedTuple):
+    """The weight times its scale in bf16."""
+
     weight: Tensor  # [N, K] e4m3
     scale: Tensor  # [ceil(N / BLOCK), K / BLOCK] fp32
     options: NoOptions
@@ -102,7 +111,8 @@ class Few(NamedTuple):
 
 @call
 class QuantiseFew(NamedTuple):
-    """The product of up to MOST tokens in bf16, which are quantised before, by one weight."""
+    """The product of up to MOST tokens in bf16, which are quantised before, by one weight,
+    [..., N]."""
 
     x: Tensor  # [..., K] bf16
     weight: Tensor  # [N, K] e4m3
@@ -112,6 +122,8 @@ class QuantiseFew(NamedTuple):
 
 @call
 class FewMlp(NamedTuple):
+    """down(silu(gate(x)) * up(x)) of up to MOST tokens, [M, H] bf16."""
+
     codes: Tensor  # [P, K] e4m3
     scales: Tensor  # [P, K / BLOCK]
     w_gate: Tensor  # [N, K] e4m3

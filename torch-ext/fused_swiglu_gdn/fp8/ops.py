@@ -1,18 +1,24 @@
-"""Quantisation and products in FP8 as operations of layers."""
+"""Quantisation and products in FP8 as operations of layers; not part of the API."""
 
 from typing import Callable, Optional
 
+import torch
+from torch import Tensor
+
+from ..projection.call import MAX_WEIGHTS
 from ..runtime import dispatch
 from ..runtime.operation import Operation
 from ..runtime.ops import transformed
 from . import reference
 from .call import (
+    MAX_PLAIN,
     Dequantise,
     Few,
     FewMlp,
     NormQuantise,
     Product,
     Quantise,
+    Quantised,
     QuantiseFew,
     SiluMulQuantise,
 )
@@ -51,6 +57,8 @@ class EagerOperation(Operation):
         if run is None and dispatch.forced == "reference":
             function = getattr(self.module, self.name)
             return lambda *given: function(*given, *options)
+        if run is None and tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            self.refused.cache_clear()  # what cannot be tried while a graph is captured may serve
         return run
 
     def _by_kernels(self, call) -> Optional[Callable]:
@@ -60,10 +68,33 @@ class EagerOperation(Operation):
 
 MULTIPLY = ("fp8.multiply", "multiply_fwd")
 QUANTISE = EagerOperation("fp8.quantise", "quantise_fwd", Quantise, reference)
-GATE = EagerOperation("fp8.quantise", "silu_mul_quantise_fwd", SiluMulQuantise, reference)
-NORM = EagerOperation("fp8.norm", "norm_quantise_fwd", NormQuantise, reference)
+SILU_MUL_QUANTISE = EagerOperation(
+    "fp8.quantise", "silu_mul_quantise_fwd", SiluMulQuantise, reference
+)
+NORM_QUANTISE = EagerOperation("fp8.norm", "norm_quantise_fwd", NormQuantise, reference)
 PRODUCT = EagerOperation(*MULTIPLY, Product, reference)
 DEQUANTISE = EagerOperation("fp8.dequantise", "dequantise_fwd", Dequantise, reference)
 FEW = EagerOperation("fp8.few", "few_fwd", Few, reference)
 QUANTISE_FEW = EagerOperation("fp8.few", "quantise_few_fwd", QuantiseFew, reference)
 FEW_MLP = EagerOperation("fp8.few", "few_mlp_fwd", FewMlp, reference)
+_ABSENT = (None,) * MAX_WEIGHTS
+_NOTHING = (None,) * (1 + MAX_PLAIN)
+
+
+def few(
+    x: Quantised,
+    M: int,
+    weights: tuple,
+    scales: tuple,
+    plain: tuple = (),
+    tokens: Optional[Tensor] = None,
+) -> Optional[Tensor]:
+    """x W^T of the M tokens of x with each of the weights, side by side [M, N] bf16, in one or two
+    launches; behind them those of `tokens`, x in bf16, with weights in bf16. None where M is no
+    small number or no kernel serves. All weights begin at multiples of 16 bytes."""
+    count, others = len(weights), len(plain)
+    if count > MAX_WEIGHTS or others > MAX_PLAIN:
+        return None
+    absent = _ABSENT[count:]
+    more = (tokens, *plain, None) if others == 1 else (tokens, *plain) if others else _NOTHING
+    return FEW((*x, *weights, *absent, *scales, *absent, *more), (M,))

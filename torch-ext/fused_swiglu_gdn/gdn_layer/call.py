@@ -85,13 +85,15 @@ class GatedNormGradient(NamedTuple):
 
 
 class PrologueOptions(NamedTuple):
-    activation: Optional[str]
+    activation: Optional[str]  # None, "silu" or "swish"
     final_width: int  # how many of the last inputs of each sequence are returned
 
 
 @call
 class Prologue(NamedTuple):
-    """The convolution of q, k and v side by side."""
+    """The convolution of q, k and v side by side, without concatenating them: views of one
+    projection, or of several. -> y [B, T, D], contiguous, and the last inputs [N, D, final_width],
+    zeros before the first, or None."""
 
     q: Tensor  # [B, T, H, K]
     k: Tensor  # [B, T, H, K]
@@ -101,19 +103,6 @@ class Prologue(NamedTuple):
     cu_seqlens: Optional[Tensor]  # [N + 1]
     initial_states: Optional[Tensor]  # [N, D, W - 1]
     options: PrologueOptions
-
-
-@call
-class PrologueGradient(NamedTuple):
-    q: Tensor  # [B, T, H, K]
-    k: Tensor  # [B, T, H, K]
-    v: Tensor  # [B, T, HV, V]
-    weight: Tensor  # [D, W]
-    bias: Optional[Tensor]  # [D]
-    cu_seqlens: Optional[Tensor]  # [N + 1]
-    initial_states: Optional[Tensor]  # [N, D, W - 1]
-    dy: Tensor  # [B, T, D]
-    options: ConvolutionGradientOptions
 
 
 class DecodeOptions(NamedTuple):
@@ -128,7 +117,7 @@ class DecodeOptions(NamedTuple):
 @call
 class LayerDecode(NamedTuple):
     """A token of a layer, from the outputs of its input projections to the input of the output
-    projection."""
+    projection, [B, 1, HV, V]: convolution, rule, norm and gate."""
 
     q: Tensor  # [B, 1, H, K]
     k: Tensor  # [B, 1, H, K]
@@ -136,7 +125,7 @@ class LayerDecode(NamedTuple):
     z: Tensor  # [B, 1, HV, V]
     a: Tensor  # [B, 1, HV] or [B, 1, H, R], as b
     b: Tensor  # [B, 1, HV]
-    conv_state: Tensor  # [B, D, S], updated in place
+    conv_state: Tensor  # [B, D, S], S >= W - 1, updated in place
     state: Tensor  # [B, HV, K, V], updated in place
     weight: Tensor  # [D, W]
     bias: Optional[Tensor]  # [D]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..fp8.call import Quantised
-from ..fp8.product import norm_quantise
+from ..fp8.ops import NORM_QUANTISE
 from . import fp8
 from .forward import Arguments, Word, Words, forward_by
 from .norm import does_nothing, parameters_of_norm, rms_norm
@@ -149,7 +149,7 @@ def _normed(
     if found is not None:
         weight, eps, mode, offset = found
         if quantises and not (torch.is_grad_enabled() and _learn(x, residual, weight)):
-            made = norm_quantise(x, weight, residual, eps, mode, offset)
+            made = NORM_QUANTISE((x, weight, residual), (eps, mode, offset))
             if made is not None:
                 return made
         y = rms_norm(x, weight, eps, casting_mode=mode, offset=offset, residual=residual)

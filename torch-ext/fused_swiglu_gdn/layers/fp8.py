@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from ..fp8.call import BLOCK, MAX_PLAIN, MOST, Quantised
-from ..fp8.ops import MULTIPLY
-from ..fp8.product import few, product_of, quantise, quantise_few
+from ..fp8.ops import MULTIPLY, PRODUCT, QUANTISE, QUANTISE_FEW, few
 from ..runtime import dispatch
 from .fp8_gradient import with_gradient
 from .own_code import Pinned
@@ -46,7 +45,7 @@ class Weight(NamedTuple):
         where nothing computes it."""
         y = few(x, M, (self.weight,), (self.scale,)) if M <= MOST else None
         if y is None:
-            product = self.product or product_of(self.weight, self.scale)
+            product = self.product or PRODUCT.serving((self.weight, self.scale))
             if product is None:
                 return None
             y = product(self.weight, self.scale, x)
@@ -143,7 +142,7 @@ def weights_of(
 def for_many(weights: Sequence[Weight]) -> Optional[List[Weight]]:
     """The weights with what multiplies by each, whatever the number of tokens; None if nothing
     does with one of them."""
-    found = [w._replace(product=product_of(w.weight, w.scale)) for w in weights]
+    found = [w._replace(product=PRODUCT.serving((w.weight, w.scale))) for w in weights]
     return None if any([w.product is None for w in found]) else found
 
 
@@ -237,7 +236,7 @@ def _quantised(x: torch.Tensor, user: int) -> Optional[Quantised]:
         if user not in _last.users:
             _last.users += (user,)
             return _last.found
-    found = quantise(rows_of(x))
+    found = QUANTISE((rows_of(x),))
     if facts is not None and found is not None:
         _last.keep(x, found, facts, user)
     return found
@@ -340,9 +339,9 @@ def _together(
     launch, with those in bf16 behind them. None where nothing computes them."""
     it, y, one = given_of(x), None, len(weights) == 1 and not plain
     if one and it is None:
-        y = quantise_few(x, weights[0].weight, weights[0].scale)
+        y = QUANTISE_FEW((x, weights[0].weight, weights[0].scale))
     else:
-        codes = quantise(rows_of(x)) if it is None else it.found
+        codes = QUANTISE((rows_of(x),)) if it is None else it.found
         if codes is None:
             return None
         if M <= MOST:

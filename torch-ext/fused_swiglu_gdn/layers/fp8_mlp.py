@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from ..fp8.call import BLOCK, MOST, Quantised
-from ..fp8.ops import MULTIPLY
-from ..fp8.product import few_mlp, quantise, silu_mul_quantise
+from ..fp8.ops import FEW_MLP, MULTIPLY, QUANTISE, SILU_MUL_QUANTISE
 from .fp8 import (
     FORMS,
     Given,
@@ -65,7 +64,7 @@ def _computed(
         if known is None:
             return None
     it = given_of(x)
-    codes = quantise(rows_of(x)) if it is None else it.found
+    codes = QUANTISE((rows_of(x),)) if it is None else it.found
     if codes is None:
         return None
     if known is None:
@@ -87,7 +86,7 @@ def _of_many(
         u = gates[1].times(x, M)
     else:
         g, u = g.chunk(2, 1) if gate_first else reversed(g.chunk(2, 1))
-    z = silu_mul_quantise(g, u)
+    z = SILU_MUL_QUANTISE((g, u))
     return None if z is None else down.times(z, M)
 
 
@@ -118,7 +117,7 @@ def _of_few(
     residual = None if it is None else it.residual
     if residual is not None and residual.ndim != 2:
         residual = residual.reshape(-1, residual.shape[-1])
-    y = few_mlp(codes, M, (*weights, third.weight), (*scales, third.scale), residual)
+    y = FEW_MLP((*codes, *weights, third.weight, *scales, third.scale, residual), (M,))
     if y is None:
         return None
     if residual is not None:

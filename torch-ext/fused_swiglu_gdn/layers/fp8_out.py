@@ -1,18 +1,15 @@
-"""Output projections that are FP8Linears: attention's gate and the gated norm of Gated DeltaNet
-quantise for them in their own launch."""
+"""Output projections that are FP8Linears, for which attention's gate and the gated norm of Gated
+DeltaNet quantise in their own launch."""
 
-from typing import Optional, Tuple
+from typing import Optional
 
 import torch
 from torch import nn
 
 from ..attention.ops_fp8 import GATE_QUANTISE
 from ..fp8.call import BLOCK, MOST, Quantised
-from ..fp8.ops import MULTIPLY
-from ..fp8.product import few
-from ..gdn_layer.ops_fp8 import DECODE_QUANTISE, NORM_QUANTISE
+from ..fp8.ops import MULTIPLY, few
 from ..runtime import dispatch
-from ..runtime.activations import SAME
 from .fp8 import FORMS, Weight, for_many, takes, weights_of
 
 
@@ -56,18 +53,3 @@ def gated(out: torch.Tensor, gate: torch.Tensor, linear: nn.Module) -> Optional[
     weight = weight_of_out(linear, out, HQ * D, True)
     codes = None if weight is None else GATE_QUANTISE((out, gate))
     return None if codes is None else product(codes, weight, B, T)
-
-
-def normed(norm: nn.Module, x: torch.Tensor, gate: torch.Tensor) -> Optional[Quantised]:
-    """The gated norm of heads [B, T, ..., V] in FP8, as normed_and_gated has it; None where no
-    kernel serves. The activation is one of the kernels'."""
-    name = getattr(norm, "activation", "silu")
-    return NORM_QUANTISE((x, gate, norm.weight), (norm.variance_epsilon, SAME.get(name, name)))
-
-
-def decoded(tensors: Tuple[Optional[torch.Tensor], ...], *options) -> Optional[Quantised]:
-    """A token of a layer between its projections in FP8, [B, HV V]; both states are updated in
-    place. tensors, options: those of LayerDecode. None where no kernel serves, and then nothing is
-    changed."""
-    activation, eps, gate, allow_neg_eigval = options
-    return DECODE_QUANTISE(tensors, (activation, eps, SAME.get(gate, gate), allow_neg_eigval))

@@ -16,8 +16,9 @@ from torch import nn
 from ..fp8.call import Quantised
 from ..gdn import api as gdn
 from ..gdn_layer import api as gdn_layer
-from ..gdn_layer import fused
-from ..runtime.activations import OF_CONVOLUTION, OF_GATED_NORM
+from ..gdn_layer.ops_fp8 import DECODE_QUANTISE, NORM_QUANTISE
+from ..gdn_layer.ops_fused import DECODE, PROLOGUE
+from ..runtime.activations import OF_CONVOLUTION, OF_GATED_NORM, SAME
 from . import fp8_out
 from .forward import Arguments, forward_by
 from .fp8 import FORMS as FP8_FORMS
@@ -186,22 +187,23 @@ def _convolution(layer, q, k, v, joined, seq: _Sequences):
     before = None if seq.conv_state is None else seq.conv_state[..., 1 - weight.shape[-1] :]
     known = layer.activation in OF_CONVOLUTION
     activation, width, latest = layer.activation if known else None, layer.conv_kernel_size, None
-    packing = {"cu_seqlens": seq.lengths, "initial_states": before}
     if seq.in_place:
         x = _joined(q, k, v, joined).transpose(1, 2)
         y = gdn_layer.causal_conv1d_update(x, seq.conv_state, weight, bias, activation)
         y = y.transpose(1, 2)
         return y if known else named_activation(layer.activation)(y)
-    if torch.is_grad_enabled() or seq.cp is not None:  # that of separate parts has no gradient
+    if torch.is_grad_enabled() or seq.cp is not None:  # PROLOGUE has no gradient
         x = _joined(q, k, v, joined).transpose(1, 2)  # [B, D, T]
-        y = gdn_layer.causal_conv1d_fn(x, weight, bias, activation, cp_context=seq.cp, **packing)
-        y = y.transpose(1, 2)
+        y = gdn_layer.causal_conv1d_fn(
+            x, weight, bias, activation, cu_seqlens=seq.lengths, initial_states=before,
+            cp_context=seq.cp,
+        ).transpose(1, 2)  # fmt: skip
     else:
         # the same launch makes the inputs that the cache keeps, but for the rare cases
         keeps = seq.cache is not None and not seq.recording and seq.lengths is None
-        y, latest = fused.convolve_qkv(
-            q, k, v, weight, bias, activation, final_width=width if keeps else 0, **packing
-        )
+        tensors = (q, k, v, weight, bias, seq.lengths, before)
+        y, final = PROLOGUE(tensors, (activation, width if keeps else 0))
+        latest = final if keeps else None
     if not known:
         y = named_activation(layer.activation)(y)
     if seq.cache is not None:
@@ -245,30 +247,24 @@ def _gated_delta_net(
     quantises: the result is in FP8 where a kernel makes that.
     """
     plain = is_gated_norm(norm) and norm.weight.shape == z.shape[-1:]
+    name = getattr(norm, "activation", "silu") if plain else None
+    gate = SAME.get(name, name) if name in OF_GATED_NORM else None
     # the convolution's weight is read, not called: an offloaded one has to be brought first
     conv = layer.conv1d
     hook = conv.__dict__.get("_hf_hook")
     if hook is not None:
         hook.pre_forward(conv)
-    decoding = seq.in_place and seq.held is None and plain and layer.activation in OF_CONVOLUTION
-    decoding = decoding and norm.activation in OF_GATED_NORM
-    y = None
+    decoding = seq.in_place and seq.held is None and gate and layer.activation in OF_CONVOLUTION
     if decoding:
         # one token, from the input projections to the output's; both states are updated in place
-        states, weight = (seq.conv_state, seq.state), conv.weight.squeeze(1)
-        if quantises:
-            tensors = (
-                q, k, v, z, a, b, *states, weight, conv.bias, layer.A_log, layer.dt_bias,
-                norm.weight,
-            )  # fmt: skip
-            options = layer.activation, norm.variance_epsilon, norm.activation, allow_neg_eigval
-            y = fp8_out.decoded(tensors, *options)
+        tensors = (
+            q, k, v, z, a, b, seq.conv_state, seq.state, conv.weight.squeeze(1), conv.bias,
+            layer.A_log, layer.dt_bias, norm.weight,
+        )  # fmt: skip
+        options = layer.activation, norm.variance_epsilon, gate, allow_neg_eigval
+        y = DECODE_QUANTISE(tensors, options) if quantises else None
         if y is None:
-            y = fused.decode_step(
-                q, k, v, z, a, b, *states, weight, conv.bias, layer.activation, layer.A_log,
-                layer.dt_bias, norm.weight, norm.variance_epsilon, norm.activation,
-                allow_neg_eigval,
-            ).flatten(2)  # fmt: skip
+            y = DECODE(tensors, options).flatten(2)
     else:
         y = _convolution(layer, q, k, v.flatten(3), joined, seq)  # [B, T, D]
     if hook is not None:
@@ -277,16 +273,15 @@ def _gated_delta_net(
         return y
     q, k, v = _split(layer, y)
     o = _rule(layer, q, k, v, a.flatten(2), b.flatten(2), allow_neg_eigval, seq)
-    if plain:
-        o, codes = o.reshape(z.shape), None
-        if quantises and getattr(norm, "activation", "silu") in OF_GATED_NORM:
-            codes = fp8_out.normed(norm, o, z)
+    if not plain:
+        o = norm(o.reshape(-1, o.shape[-1]), z.reshape(-1, o.shape[-1]))
+        return o.view(z.shape).flatten(2)
+    o = o.reshape(z.shape)
+    if quantises and gate:
+        codes = NORM_QUANTISE((o, z, norm.weight), (norm.variance_epsilon, gate))
         if codes is not None:
             return codes
-        o = normed_and_gated(norm, o, z)
-    else:
-        o = norm(o.reshape(-1, o.shape[-1]), z.reshape(-1, o.shape[-1])).view(z.shape)
-    return o.flatten(2)
+    return normed_and_gated(norm, o, z).flatten(2)
 
 
 def _split(layer, qkv):

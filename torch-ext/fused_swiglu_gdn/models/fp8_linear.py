@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..fp8.call import BLOCK, ROWS
-from ..fp8.product import product_of
+from ..fp8.ops import PRODUCT
 from ..layers.fp8 import SCHEME, Fp8Form, scheme_of
 from ..layers.own_code import is_in_its_file, torchs_own
 from ..layers.plain import why_not_tensor
@@ -174,7 +174,7 @@ def _why_no_product(weight, scale) -> Optional[str]:
         return None
     if not weight.is_contiguous():  # where a call is looked at once more
         weight, scale = weight[:BLOCK].contiguous(), scale[:1].contiguous()
-    if product_of(weight, scale) is not None:
+    if PRODUCT.serving((weight, scale)) is not None:
         return None
     return (
         f"torch {torch.__version__} with CUDA {torch.version.cuda} has no product of FP8 blocks "

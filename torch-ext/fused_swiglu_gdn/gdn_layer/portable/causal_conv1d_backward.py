@@ -22,7 +22,7 @@ from ...runtime.launch import Launch, named
 from ...runtime.operation import on_copies
 from ...runtime.primitives import sequence_bounds
 from ...runtime.sizes import cdiv, next_power_of_2
-from ..call import ConvolutionGradient, PrologueGradient
+from ..call import ConvolutionGradient
 from .causal_conv1d import are_dense, by_token, copied, sequence_of, slow_first, steps_of_states
 from .causal_conv1d_rows_backward import conv_rows_bwd_kernel
 
@@ -309,39 +309,5 @@ def prepare_causal_conv1d_bwd(call: ConvolutionGradient) -> Optional[Callable]:
         if bias is not None:
             dbias = sums[W].to(bias.dtype, copy=True)  # shares no memory
         return dx, sums[:W].t().contiguous().to(dtype), dbias, d_initial
-
-    return run
-
-
-def _joined(q, k, v) -> torch.Tensor:
-    """[q k v] as [B, T, D]: the projection of which they are views, or a copy."""
-    parts = [x.flatten(2) for x in (q, k, v)]  # no copies where heads are dense
-    first, D = parts[0], sum(x.shape[2] for x in parts)
-    place = first.data_ptr()
-    for x in parts:
-        adjacent = x.data_ptr() == place and x.stride() == first.stride() and x.stride(2) == 1
-        if not adjacent:
-            return torch.cat(parts, -1)
-        place += x.shape[2] * x.element_size()
-    return first.as_strided((*first.shape[:2], D), first.stride())
-
-
-def prepare_gdn_layer_prologue_bwd(call: PrologueGradient) -> Optional[Callable]:
-    """The tensors of a call -> gradients of [q k v] [B, T, D], weight, bias, initial_states or
-    None."""
-    q, k, v, weight, bias, *_, options = call
-    if not served(q, k, v, weight, bias):
-        return None
-    runs: dict = {}  # by strides: of the projection, or of a copy
-
-    def run(q, k, v, weight, bias, cu_seqlens, initial_states, dy):
-        x = _joined(q, k, v).transpose(1, 2)  # [B, D, T]
-        tensors = (x, weight, bias, None, cu_seqlens, initial_states, dy.transpose(1, 2), None)
-        convolution = runs.get(x.stride())
-        if convolution is None:
-            call = ConvolutionGradient(*tensors, options)
-            convolution = runs[x.stride()] = prepare_causal_conv1d_bwd(call)
-        dx, *rest = convolution(*tensors)
-        return (dx.transpose(1, 2), *rest)
 
     return run

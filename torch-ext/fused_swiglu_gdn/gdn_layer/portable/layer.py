@@ -1,10 +1,7 @@
 """Exports the kernels of the family gdn_layer.layer under the names that dispatch looks up."""
 
 from .causal_conv1d import prepare_causal_conv1d_fwd  # noqa: F401
-from .causal_conv1d_backward import (  # noqa: F401
-    prepare_causal_conv1d_bwd,
-    prepare_gdn_layer_prologue_bwd,
-)
+from .causal_conv1d_backward import prepare_causal_conv1d_bwd  # noqa: F401
 from .causal_conv1d_update import prepare_causal_conv1d_update  # noqa: F401
 from .decode import prepare_gdn_layer_decode  # noqa: F401
 from .prologue import prepare_gdn_layer_prologue  # noqa: F401

@@ -77,12 +77,3 @@ def causal_conv1d_bwd(
     dbias = None if bias is None else dz.sum((0, 2)).to(bias.dtype)
     d_initial = None if initial_states is None else d_history.to(initial_states.dtype)
     return dx.to(x.dtype), dweight.to(weight.dtype), dbias, d_initial
-
-
-def gdn_layer_prologue_bwd(q, k, v, weight, bias, cu_seqlens, initial_states, dy, activation):
-    """Gradients of [q k v] [B, T, D], weight, bias, initial_states or None, from dy [B, T, D]."""
-    x = torch.cat([t.flatten(2) for t in (q, k, v)], -1).transpose(1, 2)
-    dx, *rest = causal_conv1d_bwd(
-        x, weight, bias, None, cu_seqlens, initial_states, dy.transpose(1, 2), None, activation
-    )
-    return (dx.transpose(1, 2), *rest)
