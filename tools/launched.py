@@ -587,12 +587,12 @@ def _parts(B, T, H=16, HV=32, D=128):
 
 
 def _prologue(kernel, packed=None, T=2048):
-    lengths = states = None
+    lengths, states, final_width = None, None, 4
     if packed is not None:
-        lengths, states = offsets(packed), values(len(packed), 8192, 3)
+        lengths, states, final_width = offsets(packed), values(len(packed), 8192, 3), 0
     convolve = submodule("gdn_layer.ops_fused").PROLOGUE
     tensors = (*_parts(1, T), values(8192, 4), None, lengths, states)
-    return lambda: convolve(tensors, ("silu", 4))
+    return lambda: convolve(tensors, ("silu", final_width))
 
 
 def _layer_decode(kernel, B=1):

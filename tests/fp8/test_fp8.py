@@ -227,9 +227,9 @@ def served(kernel, module):
     return module
 
 
-def refused(kernel, module):
+def refused(kernel, module, unknown=False):
     (row,) = kernel.kernelize(torch.nn.ModuleList([module]), only=["linear"]).rows
-    assert row.reason is not None and not row.unknown
+    assert row.reason is not None and row.unknown is unknown
     return row.reason
 
 
@@ -258,11 +258,9 @@ def test_a_module_is_served_and_restored(kernel, monkeypatch):
 
 
 def test_calls_that_are_the_modules_own(kernel, monkeypatch):
-    """Other dtypes, no tokens, hooks on all modules, a compiler, weights that were
-    turned into bf16."""
+    """Other dtypes, no tokens, hooks on all modules, a compiler."""
     calls = fp8_problems.stand_in(monkeypatch)
-    module = served(kernel, fp8_problems.linear(128, 512))
-    x = values(1, 512)
+    module, x = served(kernel, fp8_problems.linear(128, 512)), values(1, 512)
 
     def own(x):
         calls.clear()
@@ -270,58 +268,65 @@ def test_calls_that_are_the_modules_own(kernel, monkeypatch):
             module(x)
         return bool(calls)
 
-    assert not own(x)
-    assert not own(x.clone().requires_grad_()) and own(x.half()) and own(x.float())
+    assert not own(x) and not own(x.clone().requires_grad_())
+    assert own(x.half()) and own(x.float())
     with torch.no_grad():
         assert not own(x.clone().requires_grad_())
+    with torch.inference_mode():
+        assert not own(x.clone())
     handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
     assert own(x)
     handle.remove()
-    with torch.inference_mode():
-        assert not own(x.clone())
     monkeypatch.setattr(torch.compiler, "is_dynamo_compiling", lambda: True)
     assert own(x)
-    monkeypatch.undo()
+
+
+def test_changes_of_a_served_module(kernel):
+    """Its scheme, a weight that hides the parameter, one that was turned into another dtype."""
+    module, x = served(kernel, fp8_problems.linear(128, 512)), values(1, 512)
+    assert layer.weight_of(module, x, 512) is not None
+    assert layer.weight_of(module, x, 640) is None
     module.activation_scheme = "static"
-    fp8_problems.stand_in(monkeypatch)
     assert layer.weight_of(module, x, 512) is None
     module.activation_scheme = "dynamic"
-    with dispatch.force("reference"):
-        assert layer.weight_of(module, x, 512) is not None
-        assert layer.weight_of(module, x, 640) is None
-        module.__dict__["weight"] = module._parameters["weight"].detach()
-        assert layer.weight_of(module, x, 512) is None
-        del module.__dict__["weight"]
+    module.__dict__["weight"] = module._parameters["weight"].detach()
+    assert layer.weight_of(module, x, 512) is None
+    del module.__dict__["weight"]
+    assert layer.weight_of(module, x, 512) is not None
     module.to(torch.float32)
     assert layer.weight_of(module, x, 512) is None
+
+
+def parameter(*shape, dtype):
+    return torch.nn.Parameter(torch.ones(shape).to(dtype), requires_grad=False)
+
+
+SCALE, FP32 = "weight_scale_inv", torch.float32
+REASONS = [  # a part of it, and what is another of a module [128, 512]
+    ("static activations", {"activation_scheme": "static"}),
+    ("static activations", {"activation_scale": parameter(dtype=FP32)}),
+    ("one scale for its whole weight", {"block_size": None}),
+    ("blocks of 64 x 128", {"block_size": [64, 128]}),
+    ("scale is of dtype float8_e8m0fnu", {SCALE: parameter(1, 4, dtype=torch.float8_e8m0fnu)}),
+    ("weight is of dtype bfloat16", {"weight": parameter(128, 512, dtype=torch.bfloat16)}),
+    ("bias is of dtype float32", {"bias": parameter(128, dtype=FP32)}),
+    ("scales are of shape [1, 3]", {SCALE: parameter(1, 3, dtype=FP32)}),
+    ("parameter of its own", {SCALE: None}),
+]
+SIZES = {"640 input features": (128, 640), "152 output features": (152, 512)}
+SIZES["64 output features"] = (64, 512)
 
 
 def test_reasons(kernel):
     from transformers.integrations.finegrained_fp8 import FP8GroupedLinear, FP8Linear
 
-    def of(N=128, K=512, **changes):
-        module = fp8_problems.linear(N, K)
+    for reason, changes in REASONS:
+        module = fp8_problems.linear(128, 512)
         for name, value in changes.items():
             setattr(module, name, value)
-        return refused(kernel, module)
-
-    def parameter(*shape, dtype):
-        return torch.nn.Parameter(torch.ones(shape).to(dtype), requires_grad=False)
-
-    assert "static activations" in of(activation_scheme="static")
-    assert "static activations" in of(activation_scale=parameter(dtype=torch.float32))
-    assert "one scale for its whole weight" in of(block_size=None)
-    assert "blocks of 64 x 128" in of(block_size=[64, 128])
-    assert "scale is of dtype float8_e8m0fnu" in of(
-        weight_scale_inv=parameter(1, 4, dtype=torch.float8_e8m0fnu)
-    )
-    assert "weight is of dtype bfloat16" in of(weight=parameter(128, 512, dtype=torch.bfloat16))
-    assert "bias is of dtype float32" in of(bias=parameter(128, dtype=torch.float32))
-    assert "640 input features" in of(K=640)
-    assert "152 output features" in of(N=152)
-    assert "64 output features" in of(N=64)
-    assert "scales are of shape [1, 3]" in of(weight_scale_inv=parameter(1, 3, dtype=torch.float32))
-    assert "parameter of its own" in of(weight_scale_inv=None)
+        assert reason in refused(kernel, module)
+    for reason, sizes in SIZES.items():
+        assert reason in refused(kernel, fp8_problems.linear(*sizes))
     with torch.device("meta"):
         grouped = FP8GroupedLinear(512, 128, 2, (128, 128))
         assert "on the meta device" in refused(kernel, FP8Linear(512, 128, (128, 128)))
@@ -332,22 +337,18 @@ def test_reasons(kernel):
 def test_another_forward_of_the_class_is_left_alone(kernel, monkeypatch):
     from transformers.integrations import finegrained_fp8
 
-    module = fp8_problems.linear(128, 512)
-    own = finegrained_fp8.fp8_linear
-    monkeypatch.setattr(finegrained_fp8, "fp8_linear", lambda *args, **kwargs: own(*args, **kwargs))
-    (row,) = kernel.kernelize(torch.nn.ModuleList([module])).rows
-    assert "fp8_linear, which is patched" in row.reason
-    monkeypatch.undo()
+    module, own = fp8_problems.linear(128, 512), finegrained_fp8.fp8_linear
+    with monkeypatch.context() as patch:
+        patch.setattr(finegrained_fp8, "fp8_linear", lambda *args, **more: own(*args, **more))
+        assert "fp8_linear, which is patched" in refused(kernel, module, unknown=True)
     served(kernel, module)
     x = values(1, 512)
-    with dispatch.force("reference"):
-        assert layer.weight_of(module, x, 512) is not None
-    monkeypatch.setattr(finegrained_fp8, "fp8_linear", lambda *args, **kwargs: own(*args, **kwargs))
-    with dispatch.force("reference"):
+    assert layer.weight_of(module, x, 512) is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(finegrained_fp8, "fp8_linear", lambda *args, **more: own(*args, **more))
         assert layer.weight_of(module, x, 512) is None
     monkeypatch.setattr(finegrained_fp8.FP8Linear, "forward", lambda self, input: input)
-    (row,) = kernel.kernelize(torch.nn.ModuleList([fp8_problems.linear(128, 512)])).rows
-    assert row.reason is not None
+    refused(kernel, fp8_problems.linear(128, 512), unknown=True)
 
 
 # --- the hand-over

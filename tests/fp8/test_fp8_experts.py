@@ -6,7 +6,14 @@ import fp8_problems
 import pytest
 import torch
 from conftest import prepared, submodule
-from interpreter import compiled, interpreted, test_in_the_interpreter  # noqa: F401
+from conftest import relative_error as error
+from fp8_problems import E4M3, needs_hopper
+from interpreter import (
+    compiled,
+    interpreted,
+    test_in_the_interpreter,  # noqa: F401
+    wherever_kernels_run,
+)
 
 reference, dispatch = submodule("experts.reference"), submodule("runtime.dispatch")
 quantiser, models = submodule("fp8.reference"), submodule("models.fp8_experts")
@@ -14,10 +21,6 @@ fp8_experts = submodule("experts.ops_fp8").fp8_experts
 # height, and what of the tables is for tiles of it
 PART = {"GROUP": 2, "num_warps": 8, "num_stages": 3}
 TILES = {height: {"HEIGHT": height, "up": PART, "down": PART} for height in (16, 32, 64)}
-
-
-def error(found, exact) -> float:
-    return float((found.double() - exact.double()).norm() / exact.double().norm())
 
 
 # --- the products
@@ -41,7 +44,7 @@ def parts(problem, height, monkeypatch):
         assert torch.equal(places >= 0, here)
     count = T * K if few else plain.places
     codes, scales = quantiser.quantise_fwd(x)
-    z = torch.zeros(count, I, device=x.device).to(torch.float8_e4m3fn)
+    z = torch.zeros(count, I, device=x.device).to(E4M3)
     z_scales = torch.zeros(I // 128, count, device=x.device)
     y = torch.full((count, H), float("nan"), device=x.device, dtype=torch.bfloat16)
     up(w_gate_up, codes, scales, s_gate_up, ids, routed.buffer, z, z_scales)
@@ -61,7 +64,11 @@ def parts(problem, height, monkeypatch):
     return places[here], wide, exact_z, y, exact_y
 
 
-def check_products(device, monkeypatch, most_z):
+@wherever_kernels_run
+def test_products(device, monkeypatch):
+    """Triton's interpreter rounds to e4m3 and bf16 in ways of its own: twice the error of z."""
+    needs_hopper(device)
+    most_z = 0.045 if device == "cuda" else 0.09
     for T, E, K, H, I in ((3, 4, 2, 256, 128), (5, 3, 3, 384, 256), (150, 3, 2, 384, 256)):
         problem = fp8_problems.experts_problem(T, E, K, H, I, device)
         seen = []
@@ -72,12 +79,6 @@ def check_products(device, monkeypatch, most_z):
             seen.append((z[places], y[places]))
         for other in seen[1:]:
             assert all(map(torch.equal, other, seen[0])), T  # whatever the tiles
-
-
-@interpreted
-def test_products_interpreted(monkeypatch):
-    """Triton's interpreter rounds to e4m3 and bf16 in ways of its own: twice the error of z."""
-    check_products("cpu", monkeypatch, 0.09)
 
 
 def by_kernels(*tensors):
@@ -152,24 +153,13 @@ def test_what_kernels_refuse():
 # --- on a GPU
 
 
-@pytest.fixture
-def on_hopper():
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("products of FP8 blocks are of Hopper")
-
-
-@pytest.mark.gpu
-@compiled
-def test_products_on_a_gpu(on_hopper, monkeypatch):
-    check_products("cuda", monkeypatch, 0.045)
-
-
 @pytest.mark.gpu
 @compiled
 @pytest.mark.parametrize("E, K, H, I", [(16, 4, 512, 256), (8, 2, 1152, 384), (64, 8, 2048, 512)])
-def test_experts_on_a_gpu(on_hopper, E, K, H, I):
+def test_experts_on_a_gpu(E, K, H, I):
     """Error against fp64 of dequantised weights at most 1.02 of that of the formula in torch; a
     row has the same bits in any batch; ids of either type, weights of any dtype."""
+    needs_hopper("cuda")
     problem = fp8_problems.experts_problem(1500, E, K, H, I, "cuda")
     x, *tensors, ids, weights = problem
     whole = fp8_experts(*problem)
@@ -187,8 +177,9 @@ def test_experts_on_a_gpu(on_hopper, E, K, H, I):
 
 @pytest.mark.gpu
 @compiled
-def test_a_graph_on_a_gpu(on_hopper):
+def test_a_graph_on_a_gpu():
     """Captured with ids that a replay changes."""
+    needs_hopper("cuda")
     for T in (2, 40):
         x, *tensors, ids, weights = fp8_problems.experts_problem(T, 8, 2, 512, 256, "cuda")
         other = fp8_problems.experts_problem(T, 8, 2, 512, 256, "cuda", seed=1)
@@ -296,39 +287,41 @@ def test_calls_that_are_left_to_transformers(everywhere, kernel, monkeypatch):
     assert isinstance(models.form_of_fp8(kind), str)
 
 
+def parameter(*shape, dtype=torch.float32):
+    return torch.nn.Parameter(torch.ones(shape).to(dtype), requires_grad=False)
+
+
+REASONS = {
+    "static activations": {"activation_scheme": "static"},
+    "one scale for its whole weight": {"block_size": None},
+    "blocks of 64 x 64": {"block_size": [64, 64]},
+    "FP4": {"gate_up_proj": parameter(8, 256, 256, dtype=torch.int8)},
+    "float8_e8m0fnu": {"down_proj_scale_inv": parameter(8, 4, 1, dtype=torch.float8_e8m0fnu)},
+    "its gate is another: limit is 7.0": {"limit": 7.0},
+    "swiglu_alpha is 1.702": {"swiglu_alpha": 1.702},
+    "its activation is GELU": {"act_fn": torch.nn.GELU()},
+    "has_gate is False": {"has_gate": False},
+    "it has a linear of its own": {"linear": torch.nn.functional.linear},
+    "is no parameter of its own": {"down_proj": None},
+    "of dtype bfloat16": {"down_proj": parameter(8, 512, 128, dtype=torch.bfloat16)},
+    "is of shape [8, 1, 4]": {"gate_up_proj_scale_inv": parameter(8, 1, 4)},
+    "not multiples of 128": {
+        "down_proj": parameter(8, 512, 64, dtype=E4M3),
+        "gate_up_proj": parameter(8, 128, 512, dtype=E4M3),
+    },
+}
+
+
 def test_reasons(kernel, everywhere):
     model = fp8_problems.tiny_moe()
     first, second = experts_of(model)
     assert models.why_not_fp8_experts(first) is None
-
-    def of(**changes):
+    for reason, changes in REASONS.items():
         module = copy.copy(first)
         module._parameters, module._modules = dict(first._parameters), dict(first._modules)
         for name, value in changes.items():
             setattr(module, name, value)
-        return models.why_not_fp8_experts(module)
-
-    def parameter(*shape, dtype=torch.float32):
-        return torch.nn.Parameter(torch.ones(shape).to(dtype), requires_grad=False)
-
-    assert "static activations" in of(activation_scheme="static")
-    assert "one scale for its whole weight" in of(block_size=None)
-    assert "blocks of 64 x 64" in of(block_size=[64, 64])
-    assert "FP4" in of(gate_up_proj=parameter(8, 256, 256, dtype=torch.int8))
-    assert "float8_e8m0fnu" in of(
-        down_proj_scale_inv=parameter(8, 4, 1, dtype=torch.float8_e8m0fnu)
-    )
-    assert "its gate is another: limit is 7.0" in of(limit=7.0)
-    assert "swiglu_alpha is 1.702" in of(swiglu_alpha=1.702)
-    assert "its activation is GELU" in of(act_fn=torch.nn.GELU())
-    assert "has_gate is False" in of(has_gate=False)
-    assert "it has a linear of its own" in of(linear=torch.nn.functional.linear)
-    assert "is no parameter of its own" in of(down_proj=None)
-    assert "of dtype bfloat16" in of(down_proj=parameter(8, 512, 128, dtype=torch.bfloat16))
-    assert "is of shape [8, 1, 4]" in of(gate_up_proj_scale_inv=parameter(8, 1, 4))
-    narrow = parameter(8, 512, 64, dtype=torch.float8_e4m3fn)
-    wide = parameter(8, 128, 512, dtype=torch.float8_e4m3fn)
-    assert "not multiples of 128" in of(down_proj=narrow, gate_up_proj=wide)
+        assert reason in models.why_not_fp8_experts(module)
     # one that is not served leaves all of its configuration alone
     second.limit = 7.0
     rows = [r for r in kernel.kernelize(model).rows if r.kind == "FP8Experts"]

@@ -16,20 +16,15 @@ from torch import nn
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
-FAMILIES = ["qwen3_5_text", "qwen3_next", "olmo_hybrid"]
-every_family = pytest.mark.parametrize("name", FAMILIES)
+every_family = pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_next", "olmo_hybrid"])
 
 
 def gdn_of(model):
     return next(m for m in model.modules() if hasattr(m, "conv1d"))
 
 
-def norm_name(layer):
-    return "norm" if hasattr(layer, "norm") else "o_norm"
-
-
-def modeling(layer):
-    return importlib.import_module(type(layer).__module__)
+def norm_of(layer):
+    return getattr(layer, "norm", None) or layer.o_norm
 
 
 def in_use(model):
@@ -50,6 +45,20 @@ def difference(a, b):
 def reason_of(report, model):
     name = next(name for name, m in model.named_modules() if hasattr(m, "conv1d"))
     return next(row.reason for row in report.rows if row.module == name)
+
+
+def served(kernel, name):
+    model = random_model(name)
+    assert reason_of(kernel.kernelize(model), model) is None
+    return model
+
+
+def assert_counts(kernel, model, before):
+    """What was changed since `before` can be seen in the outputs, of a served model as well."""
+    out = in_use(model)
+    kernel.restore(model)
+    ref = in_use(model)
+    assert difference(ref, before) > 0.01 and difference(out, ref) < 1e-4
 
 
 class Doubled(nn.Module):
@@ -75,185 +84,149 @@ class OfFLA(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps) * F.silu(g)
 
 
-def replaced(layer, monkeypatch):
-    setattr(layer, norm_name(layer), Doubled(getattr(layer, norm_name(layer))))
+def tripled(own):
+    return lambda *args, **kwargs: 3 * own(*args, **kwargs)
 
 
-def of_fla(layer, monkeypatch):
-    setattr(layer, norm_name(layer), OfFLA(getattr(layer, norm_name(layer))))
+def replaced_by(kind):
+    def change(layer, patch):
+        setattr(layer, "norm" if hasattr(layer, "norm") else "o_norm", kind(norm_of(layer)))
+
+    return change
 
 
-def subclassed(layer, monkeypatch):
-    norm = getattr(layer, norm_name(layer))
-    own = type(norm)
+def subclassed_with(member, own):
+    """Of a class that has another member, which calls own(class)."""
 
-    class Mine(own):
-        def forward(self, hidden_states, gate):
-            return 3 * super().forward(hidden_states, gate)
+    def change(layer, patch):
+        kind = type(norm_of(layer))
+        norm_of(layer).__class__ = type("Mine", (kind,), {member: tripled(own(kind))})
 
-    norm.__class__ = Mine
-
-
-def called_otherwise(layer, monkeypatch):
-    norm = getattr(layer, norm_name(layer))
-    norm.__class__ = type(
-        "Mine", (type(norm),), {"__call__": lambda self, *args: 3 * nn.Module.__call__(self, *args)}
-    )
+    return change
 
 
-def patched_on_the_instance(layer, monkeypatch):
-    norm = getattr(layer, norm_name(layer))
-    own = norm.forward
-    norm.forward = lambda x, gate: 3 * own(x, gate)
+def patched_on_the_instance(layer, patch):
+    norm_of(layer).forward = tripled(norm_of(layer).forward)
 
 
-def patched_on_the_class(layer, monkeypatch):
-    kind = type(getattr(layer, norm_name(layer)))
+def patched_on_the_class(layer, patch, wrap=lambda own: own):
+    kind = type(norm_of(layer))
     own = kind.forward
-    monkeypatch.setattr(kind, "forward", lambda self, x, gate: 3 * own(self, x, gate))
+    patch.setattr(kind, "forward", wrap(own)(lambda self, x, gate: 3 * own(self, x, gate)))
 
 
-def wrapped_on_the_class(layer, monkeypatch):
-    kind = type(getattr(layer, norm_name(layer)))
-    own = kind.forward
-
-    @functools.wraps(own)
-    def forward(self, *args):
-        return 3 * own(self, *args)
-
-    monkeypatch.setattr(kind, "forward", forward)
+def hooked(layer, patch):
+    norm_of(layer).register_forward_hook(lambda module, args, out: out * 3)
 
 
-def hooked(layer, monkeypatch):
-    getattr(layer, norm_name(layer)).register_forward_hook(lambda module, args, out: out * 3)
-
-
-def hooked_for_all(layer, monkeypatch):
-    norm = getattr(layer, norm_name(layer))
+def hooked_for_all(layer, patch):
+    norm = norm_of(layer)
     hook = nn.modules.module.register_module_forward_hook(
         lambda module, args, out: out * 3 if module is norm else None
     )
     layer.hook_for_all = hook  # removed below
 
 
-NORMS = [
-    replaced, of_fla, subclassed, called_otherwise, patched_on_the_instance, patched_on_the_class,
-    wrapped_on_the_class, hooked, hooked_for_all,
-]  # fmt: skip
+NORMS = {
+    "of another formula": replaced_by(Doubled),
+    "of FLA": replaced_by(OfFLA),
+    "subclassed": subclassed_with("forward", lambda kind: kind.forward),
+    "called otherwise": subclassed_with("__call__", lambda kind: nn.Module.__call__),
+    "patched on the instance": patched_on_the_instance,
+    "patched on the class": functools.partial(patched_on_the_class, wrap=lambda own: lambda f: f),
+    "wrapped on the class": functools.partial(patched_on_the_class, wrap=functools.wraps),
+    "hooked": hooked,
+    "hooked for all": hooked_for_all,
+}
 
 
 @every_family
-@pytest.mark.parametrize("change", NORMS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("change", NORMS)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_the_norm_that_stands_there_counts(kernel, monkeypatch, name, change, when):
-    model = random_model(name)
-    before = in_use(model)
-    if when == "after":
-        assert reason_of(kernel.kernelize(model), model) is None
-    layer = gdn_of(model)
-    change(layer, monkeypatch)
+    model = served(kernel, name) if when == "after" else random_model(name)
+    before, layer = in_use(model), gdn_of(model)
+    NORMS[change](layer, monkeypatch)
     try:
         if when == "before":
             kernel.kernelize(model)
-        out = in_use(model)
-        kernel.restore(model)
-        ref = in_use(model)
+        assert_counts(kernel, model, before)
     finally:
         if hasattr(layer, "hook_for_all"):
             layer.hook_for_all.remove()
-    assert difference(ref, before) > 0.01  # the change is one that can be seen
-    assert difference(out, ref) < 1e-4
-
-
-def wraps(own):
-    @functools.wraps(own)
-    def forward(self, hidden_states, *args, **kwargs):
-        return own(self, hidden_states, *args, **kwargs) * 3
-
-    return forward
 
 
 @every_family
-def test_a_wrapped_forward_of_the_class_is_left_alone(kernel, monkeypatch, name):
-    model = random_model(name)
-    kind = type(gdn_of(model))
-    monkeypatch.setattr(kind, "forward", wraps(kind.forward))
-    ref = in_use(model)
-    assert "not that of transformers" in reason_of(kernel.kernelize(model), model)
-    assert difference(in_use(model), ref) < 1e-4
-
-
-@every_family
-def test_a_forward_of_the_class_that_is_patched_later_counts(kernel, monkeypatch, name):
-    model = random_model(name)
-    assert reason_of(kernel.kernelize(model), model) is None
-    kind = type(gdn_of(model)).__mro__[2]
-    own = in_use(model)
-    monkeypatch.setattr(kind, "forward", wraps(kind.forward))
-    out = in_use(model)
-    kernel.restore(model)
-    ref = in_use(model)
-    assert difference(ref, own) > 0.01 and difference(out, ref) < 1e-4
-
-
-@every_family
-def test_a_patch_counts_after_another_model_was_looked_at(kernel, monkeypatch, name):
-    """Which is left alone for it, while the first one is served."""
-    model, other = random_model(name), random_model(name)
-    assert reason_of(kernel.kernelize(model), model) is None
-    kind = type(gdn_of(model)).__mro__[2]
-    monkeypatch.setattr(kind, "forward", wraps(kind.forward))
-    ref = in_use(model)
+def test_a_wrapped_forward_of_the_class_counts(kernel, monkeypatch, name):
+    """For a model that was served before, and for one that is left alone for it."""
+    model, other = served(kernel, name), random_model(name)
+    own, kind = in_use(model), type(gdn_of(other))
+    monkeypatch.setattr(kind, "forward", functools.wraps(kind.forward)(tripled(kind.forward)))
+    ref = in_use(other)
+    assert difference(ref, own) > 0.01 and difference(in_use(model), ref) < 1e-4
     assert "not that of transformers" in reason_of(kernel.kernelize(other), other)
-    assert difference(in_use(model), ref) < 1e-4
+    assert difference(in_use(other), ref) < 1e-4
+    assert_counts(kernel, model, own)
 
 
-@every_family
-def test_methods_of_the_layer_alone_that_come_later_count(kernel, name):
-    """Those that the forward calls: Qwen3-Next has one."""
-    model = random_model(name)
-    assert reason_of(kernel.kernelize(model), model) is None
-    layer, own = gdn_of(model), in_use(model)
-    method = getattr(type(layer), "fix_query_key_value_ordering", None)
-    if method is None:
-        pytest.skip("its forward calls none")
-    layer.fix_query_key_value_ordering = lambda *args: [x * 2 for x in method(layer, *args)]
-    out = in_use(model)
-    kernel.restore(model)
-    ref = in_use(model)
-    assert difference(ref, own) > 0.01 and difference(out, ref) < 1e-4
+def reordered(layer):
+    """By a method that Qwen3-Next's forward calls."""
+    own = layer.fix_query_key_value_ordering
+    layer.fix_query_key_value_ordering = lambda *args: [x * 2 for x in own(*args)]
+
+
+def projected_otherwise(part):
+    def change(layer):
+        linear = getattr(layer, part)
+        linear.forward = lambda x: F.linear(x, linear.weight) * 0.5
+
+    return change
+
+
+def activated_otherwise(layer):
+    layer.activation = layer.norm.activation = "relu"
+
+
+LATER = {
+    "a method of the layer": ("qwen3_next", reordered),
+    "in_proj_z": ("qwen3_5_text", projected_otherwise("in_proj_z")),
+    "in_proj_qkv": ("qwen3_5_text", projected_otherwise("in_proj_qkv")),
+    "out_proj": ("qwen3_5_text", projected_otherwise("out_proj")),
+    "activations": ("qwen3_5_text", activated_otherwise),
+}
+
+
+@pytest.mark.parametrize("what", LATER)
+def test_what_is_changed_later_counts(kernel, what):
+    name, change = LATER[what]
+    model = served(kernel, name)
+    before = in_use(model)
+    change(gdn_of(model))
+    assert_counts(kernel, model, before)
 
 
 HELPERS = [
-    "apply_mask_to_padding_states",
-    "causal_conv1d_fn",
-    "torch_chunk_gated_delta_rule",
-    "l2norm",
-]
+    "apply_mask_to_padding_states", "causal_conv1d_fn", "torch_chunk_gated_delta_rule", "l2norm",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("helper", HELPERS)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_patched_function_of_the_module_counts(kernel, monkeypatch, helper, when):
-    model = random_model("qwen3_5_text")
-    module = modeling(gdn_of(model))
+    name = "qwen3_5_text"
+    model = served(kernel, name) if when == "after" else random_model(name)
+    before, module = in_use(model), importlib.import_module(gdn_of(random_model(name)).__module__)
     own = getattr(module, helper)
 
     def patch(*args, **kwargs):
         out = own(*args, **kwargs)
         return (out[0] * 3, out[1]) if isinstance(out, tuple) else out * 3
 
-    before = in_use(model)
-    if when == "after":
-        assert reason_of(kernel.kernelize(model), model) is None
     monkeypatch.setattr(module, helper, patch)
     if when == "before":
         reason = reason_of(kernel.kernelize(model), model)
         assert helper in reason and "not that of transformers" in reason
-    out = in_use(model)
-    kernel.restore(model)
-    ref = in_use(model)
-    assert difference(ref, before) > 0.01 and difference(out, ref) < 1e-4
+    assert_counts(kernel, model, before)
 
 
 def test_torch_functions_that_are_patched_count(kernel, monkeypatch):
@@ -309,27 +282,6 @@ def test_another_convolution_is_left_alone(kernel):
     model = random_model("qwen3_5_text")
     gdn_of(model).conv1d.__class__ = Conv
     assert "not a depthwise nn.Conv1d" in reason_of(kernel.kernelize(model), model)
-
-
-@pytest.mark.parametrize("part", ["in_proj_z", "in_proj_qkv", "out_proj"])
-def test_projections_that_are_patched_later_count(kernel, part):
-    model = random_model("qwen3_5_text")
-    assert reason_of(kernel.kernelize(model), model) is None
-    linear = getattr(gdn_of(model), part)
-    linear.forward = lambda x: F.linear(x, linear.weight) * 0.5
-    out = in_use(model)
-    kernel.restore(model)
-    assert difference(out, in_use(model)) < 1e-4
-
-
-def test_an_activation_that_is_changed_later_counts(kernel):
-    model = random_model("qwen3_5_text")
-    kernel.kernelize(model)
-    layer = gdn_of(model)
-    layer.activation = layer.norm.activation = "relu"
-    out = in_use(model)
-    kernel.restore(model)
-    assert difference(out, in_use(model)) < 1e-4
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "llama"])
