@@ -72,9 +72,9 @@ def phases(x, options) -> dict:
         for name, form in forms.items()
     }
     chunked = list(forms.values())[-1]
-    tb, p, kd, qd, ke, gam, *_ = chunked.prepare(q, k, g, beta, None, None, cu)
+    tb, p, kd, qd, ke, gam, _, _, *decay = chunked.prepare(q, k, g, beta, None, None, cu)
     o, (states, _) = torch.empty_like(v), chunked.states(v, None, None)
-    scanned = (qd, kd, v, o), (tb, p, gam), cu, (None, None, states, None), ke
+    scanned = (qd, kd, v, o), (tb, p, gam), cu, (None, None, states, None), ke, *decay
     return {**timed, "scan": functools.partial(chunked.scan, *scanned)}
 
 

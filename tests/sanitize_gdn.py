@@ -40,9 +40,9 @@ def call(lengths, W=1, H=1, HV=2, pool=False, every=0, v_first=False, cut=False,
     gdn, gdn_plan = submodule("gdn.hopper.chunk"), submodule("gdn.hopper.plan")
     x = inputs(lengths, H, HV, pool, packed)
     chip = gdn_plan.device
-    segments, processors = gdn_plan._segments, chip.multiprocessor_count
+    segments, processors = gdn_plan.count_slots, chip.multiprocessor_count
     if not cut:
-        gdn_plan._segments = lambda N, *_: (1, N)
+        gdn_plan.count_slots = lambda N, *_: (1, N)
     chip.multiprocessor_count = lambda index: processors(index) if cut else PROCESSORS[W]
     calls = submodule("gdn.call")
     options = calls.GdnOptions(
@@ -52,7 +52,7 @@ def call(lengths, W=1, H=1, HV=2, pool=False, every=0, v_first=False, cut=False,
     made = calls.GdnCall(**x, A_log=None, dt_bias=None, options=options)
     o, final, *_ = gdn.prepare_gdn_chunk_fwd(made)(*made.tensors)
     torch.cuda.synchronize()
-    gdn_plan._segments, chip.multiprocessor_count = segments, processors
+    gdn_plan.count_slots, chip.multiprocessor_count = segments, processors
     assert torch.isfinite(o).all() and torch.isfinite(final).all()
 
 

@@ -506,6 +506,7 @@ def _channels(
 calls(_channels, "kda prefill", {
     "equal lengths": {},
     "64 heads": dict(T=8192, H=64, HV=64, state=FP32),
+    "8 heads": dict(T=8192, H=8, HV=8, state=FP32),
     "packed, softplus": dict(packed=two, state=FP32, raw=True),
     "bounded": dict(raw=True, bound=-5.0, H=16),
     "fp16": dict(dtype=FP16, state=BF16, v_first=True),

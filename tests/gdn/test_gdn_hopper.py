@@ -105,7 +105,7 @@ def test_every_segment_has_a_slot(monkeypatch, lengths, HV):
     """Sequence n owns the slots from cu[n] // span + n on: as many as it is cut into."""
     monkeypatch.setattr(gdn_plan.device, "multiprocessor_count", lambda index: 132)
     N, T, span = len(lengths), sum(lengths), gdn_plan.MIN_SEGMENT_TOKENS
-    split, slots = gdn_plan._segments(N, T, HV, True, torch.device("cuda", 0))
+    split, slots = gdn_plan.count_slots(N, T, HV, True, torch.device("cuda", 0))
     start = 0
     for n, length in enumerate(lengths):
         cut = min(split, length // span) if length >= 4 * span else 1
@@ -113,7 +113,7 @@ def test_every_segment_has_a_slot(monkeypatch, lengths, HV):
         first, next_first = start // span + n, end // span + n + 1
         if slots != N * split:
             assert first + cut <= next_first and first + cut <= slots
-        alone, _ = gdn_plan._segments(1, length, HV, False, torch.device("cuda", 0))
+        alone, _ = gdn_plan.count_slots(1, length, HV, False, torch.device("cuda", 0))
         assert cut == max(alone, 1)  # the same as without the batch
         start = end
 
@@ -123,7 +123,7 @@ def warpgroups(request, monkeypatch):
     """One or two state warpgroups a CTA, whatever the batch."""
     count = gdn_plan.device.multiprocessor_count
     limit = {1: 10**9, 2: 0}[request.param]
-    segments = gdn_plan._segments
+    segments = gdn_plan.count_slots
     monkeypatch.setattr(gdn_plan.device, "multiprocessor_count", lambda index: limit)
     operations = submodule("gdn.ops_train")
     for operation in (operations.CHUNK, operations.CHUNK_IN_POOL):
@@ -134,7 +134,7 @@ def warpgroups(request, monkeypatch):
             patch.setattr(gdn_plan.device, "multiprocessor_count", count)
             return segments(*args)
 
-    monkeypatch.setattr(gdn_plan, "_segments", as_ever)
+    monkeypatch.setattr(gdn_plan, "count_slots", as_ever)
 
 
 both = pytest.mark.parametrize("warpgroups", [1, 2], indirect=True)

@@ -152,7 +152,7 @@ class Scan:
         ends."""
         q, k, v, T, K, HV, N = call.q, call.k, call.v, call.T, call.K, call.HV, call.N
         packed, where, options = call.cu_seqlens is not None, v.device, call.options
-        self.split, slots = _segments(N, T, HV, packed, where)
+        self.split, slots = count_slots(N, T, HV, packed, where)
         self.warm = slots * HV if self.split > 1 else 0
         self.like_v, self.states = torch.empty_like(v).is_contiguous(), NewStates(call)
         in_place, state_v_first = call.state_indices is not None, options.state_v_first
@@ -191,16 +191,7 @@ class Scan:
         self.transition = self.carry = None
         if self.split > 1:
             self.transition = launch(2, 1)  # half of the programs for M
-            sizes = (MIN_SEGMENT_TOKENS, 1 << (self.split - 1).bit_length(), 16, 32)
-            self.carry = Launch(
-                gdn_carry_kernel,
-                (HV * HEAD_DIM // 16, N),
-                where,
-                numbers=(T, HV, N, self.split, slots, pool_step),
-                constexprs=(in_place and state_v_first, *sizes, EXACT_FP32),
-                options=(("num_warps", 4), ("launch_pdl", True)),  # few registers: fits beside it
-                guarded=True,
-            )
+            self.carry = carry_launch(call, self.split, slots)
 
     def __call__(
         self,
@@ -228,12 +219,32 @@ class Scan:
         return o, final, checkpoints
 
 
-def _segments(N: int, T: int, HV: int, packed: bool, where: torch.device) -> Tuple[int, int]:
+def carry_launch(call, split: int, slots: int) -> Launch:
+    """The launch between the transition's and the scan's, of which a sequence has `split` segments
+    at most and the batch `slots`."""
+    N, T, HV, in_place = call.N, call.T, call.HV, call.state_indices is not None
+    pool_step = 0 if call.initial_state is None else call.initial_state.stride(0)
+    sizes = (MIN_SEGMENT_TOKENS, 1 << (split - 1).bit_length(), 16, 32)
+    return Launch(
+        gdn_carry_kernel,
+        (HV * HEAD_DIM // 16, N),
+        call.v.device,
+        numbers=(T, HV, N, split, slots, pool_step),
+        constexprs=(in_place and call.options.state_v_first, *sizes, EXACT_FP32),
+        options=(("num_warps", 4), ("launch_pdl", True)),  # few registers: fits beside it
+        guarded=True,
+    )
+
+
+def count_slots(
+    N: int, T: int, HV: int, packed: bool, where: torch.device, fewest: int = FEWEST
+) -> Tuple[int, int]:
     """(most segments of a sequence, slots for all segments of the batch): scheduler.py.
 
-    A sequence is cut into as many parts as one alone needs to fill the GPU with 64 columns a CTA.
+    A sequence is cut into as many parts as one alone needs to fill the GPU with 64 columns a CTA,
+    if it has room for `fewest` of the shortest.
     """
     split = min(device.multiprocessor_count(where.index) // (2 * HV), T // MIN_SEGMENT_TOKENS)
-    if split <= 1 or T < FEWEST * MIN_SEGMENT_TOKENS:
+    if split <= 1 or T < fewest * MIN_SEGMENT_TOKENS:
         return 1, N
     return split, min(N * split, N + T // MIN_SEGMENT_TOKENS) if packed else N * split

@@ -122,7 +122,7 @@ def _initial_state(u, h0_ptr, o_ptr, column, W_INDEX: gl.constexpr, V_FIRST: gl.
     """Loads S^T [64, K] fp32."""
     S = gl.zeros((64, D), gl.float32, acc_layout(D))
     if h0_ptr is not None:
-        if u.source >= 0:
+        if (u.source >= 0) & (column < D):  # of M there is no state
             h0 = h0_ptr + u.source.to(gl.int64) * u.source_step + u.head * (D * D)
             S = gl.load(h0 + _state_offsets(column, V_FIRST)).to(gl.float32)
     if u.source == CARRY:
@@ -130,8 +130,8 @@ def _initial_state(u, h0_ptr, o_ptr, column, W_INDEX: gl.constexpr, V_FIRST: gl.
         # TMA writes O over it, through another proxy, on behalf of another thread: the
         # barrier before a store orders threads, only this fence the proxies.
         fence_async_global()
-    if W_INDEX == 1:
-        if u.second == D:  # M: from the identity
+    if W_INDEX == 1 or u.e_desc is not None:
+        if column >= D:  # M: from the identity
             S = gl.where(_state_offsets(column - D, True) % (D + 1) == 0, 1.0, 0.0)
     return S
 
@@ -248,7 +248,8 @@ def gdn_scan_fwd_kernel(
     index_ptr,  # [N] rows of the pool, or None
     cu_ptr,  # [N + 1] token offsets, or None: N equal sequences of T tokens
     decay_ptr,  # [rows, HV] fp32: log2 of a bound of the norm of a chunk's transition
-    warm_ptr,  # [slots, HV] fp32: chunks that warm a segment up, -1: it starts from o's rows
+    warm_ptr,  # [slots, HV] fp32: chunks that warm a segment up, -1: it starts from o's rows; None:
+    # no launch before this one finds states
     o_ptr,  # [B, T, HV, V]; before that the states at the cuts, fp32, where word_at_cut says
     T, HV, H, N,
     every,  # chunks between checkpoints

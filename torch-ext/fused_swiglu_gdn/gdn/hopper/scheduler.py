@@ -3,7 +3,8 @@
 A long sequence of few heads is cut into segments, by its own length and head count alone, so that a
 result does not depend on the batch. If the decays prove that the state before some chunks has no
 effect, a segment starts from zero at those chunks. Otherwise a launch before this one has computed
-the state at the cut: "Segments" in docs/gdn_hopper.md. The device decides, per head.
+the state at the cut, or the program before goes on through it: "Segments" in docs/gdn_hopper.md.
+The device decides, per head.
 """
 
 from ...runtime.gluon import add, gl, gluon, record, tma, wait_for_predecessor
@@ -13,6 +14,7 @@ from .primitives import RAGGED_END, C, D
 
 MIN_SEGMENT = gl.constexpr(16)  # chunks
 LOOK_BACK = gl.constexpr(128)  # chunks: the longest warm-up
+LONE_LOOK_BACK = gl.constexpr(8)  # the same where no launch finds states
 VECTOR = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))  # each warp has the whole of it
 # `source` and `target` of a Unit that are no row of the caller's states
 NOWHERE = gl.constexpr(-1)  # zeros
@@ -133,6 +135,52 @@ def _segment(decay_ptr, warm_ptr, block, heads, row, i, total, segments, transit
 
 
 @gluon.jit
+def lone_segments(tokens, split):
+    """Segments of a sequence where no launch finds states, so that none needs room for them."""
+    return gl.maximum(gl.minimum(split, tokens // (MIN_SEGMENT * C)), 1)
+
+
+@gluon.jit
+def before_cut(c, tokens, split, look_back):
+    """True if one of the `look_back` chunks after chunk c begins a segment, or there are fewer."""
+    total = (tokens + C - 1) // C
+    segments = lone_segments(tokens, split)
+    # cuts up to chunk c: j total // segments <= c
+    return ((c + look_back + 1) * segments - 1) // total > ((c + 1) * segments - 1) // total
+
+
+@gluon.jit
+def _lone_warm_up(decay_ptr, block, heads, c):
+    """warm_up of at most LONE_LOOK_BACK chunks before chunk c, by few instructions."""
+    past = decay_ptr + block + (c - 1) * heads
+    total, fewest = 0.0, c * 0 - 1
+    for i in gl.static_range(LONE_LOOK_BACK):
+        total += gl.load(past - i * heads)  # a cut has as many chunks before it
+        fewest = gl.where((fewest < 0) & (total < FORGOTTEN), i + 1, fewest)
+    return fewest
+
+
+@gluon.jit
+def _lone_segment(decay_ptr, block, heads, i, total, segments):
+    """(first chunk, end, warm-up, whether it is the last) of segment i, without a launch before
+    that finds states: where a cut needs one, the segment before goes on to the next cut."""
+    begin = chunk_at_cut(gl.minimum(i, segments), total, segments)
+    wait_for_predecessor()  # decay
+    warm = i * 0
+    if (i > 0) & (i < segments):
+        warm = _lone_warm_up(decay_ptr, block, heads, begin)
+    next_cut = gl.where(warm < 0, i, gl.minimum(i + 1, segments))
+    more = (warm >= 0) & (next_cut < segments)
+    while more:
+        at = chunk_at_cut(next_cut, total, segments)
+        more = _lone_warm_up(decay_ptr, block, heads, at) < 0
+        next_cut += more.to(gl.int32)
+        more = more & (next_cut < segments)
+    end = chunk_at_cut(gl.minimum(next_cut, segments), total, segments)
+    return begin, end, gl.maximum(warm, 0), (warm >= 0) & (next_cut == segments) & (i < segments)
+
+
+@gluon.jit
 def _one_is_long(cu_ptr, N, T):
     """True if one sequence is longer than the rest together; takes at most LOOK_BACK sequences."""
     i = gl.arange(0, LOOK_BACK, layout=VECTOR)
@@ -150,7 +198,7 @@ def place(
     second = gl.where(transition != 0, D, 64)
     slices = second * 2 // (64 * W)
     pid = gl.program_id(0)
-    column = (pid % slices) * (D // slices)
+    column = pid % slices * 64
     head = (pid // slices) % HV
     slot = pid // (slices * HV)
     if cu_ptr is None:
@@ -172,9 +220,16 @@ def place(
         checkpoint = start // (every * C)
     block = block * HV + head
     total = (tokens + C - 1) // C
-    segments = count_segments(tokens, split, MIN_SEGMENT * C)
+    if decay_ptr is not None and warm_ptr is None:
+        segments = lone_segments(tokens, split)
+    else:
+        segments = count_segments(tokens, split, MIN_SEGMENT * C)
     begin, stop, warm, needed = n * 0, gl.where(i == 0, total, 0), n * 0, i < 0
-    if decay_ptr is not None:
+    last = i == segments - 1
+    if decay_ptr is not None and warm_ptr is None:
+        if segments > 1:
+            begin, stop, warm, last = _lone_segment(decay_ptr, block, HV, i, total, segments)
+    elif decay_ptr is not None:
         if segments > 1:
             begin, stop, warm, needed = _segment(
                 decay_ptr, warm_ptr, block, HV, slot * HV + head, i, total, segments, transition
@@ -188,7 +243,7 @@ def place(
     warm = gl.maximum(warm, 0)
     zeros = gl.where(skipped, work, 0)
     work = gl.where(skipped, 0, work)
-    target = gl.where((i == segments - 1) & (source >= 0), source if IN_PLACE else n, NOWHERE)
+    target = gl.where(last & (source >= 0), source if IN_PLACE else n, NOWHERE)
     if IN_PLACE:  # the carry launch took the pool's row to o, since the last segment writes it
         unknown |= (i == 0) & (segments > 1) & (transition == 0) & (source >= 0)
     source = gl.where(unknown, CARRY, gl.where(i == 0, gl.maximum(source, NOWHERE), NOWHERE))

@@ -6,8 +6,17 @@ import torch
 
 from ...gdn.chunks import CHUNK
 from ...gdn.hopper.chunk import dense_heads
-from ...gdn.hopper.plan import CAP, REGISTERS, block_map, lies_for_tma, token_map
+from ...gdn.hopper.plan import (
+    CAP,
+    REGISTERS,
+    block_map,
+    carry_launch,
+    count_slots,
+    lies_for_tma,
+    token_map,
+)
 from ...gdn.hopper.scan import gdn_scan_fwd_kernel
+from ...gdn.hopper.scheduler import LONE_LOOK_BACK, LOOK_BACK
 from ...runtime.dtypes import SERVED
 from ...runtime.gluon import tile_map
 from ...runtime.launch import Launch, aligned, by_alignment
@@ -35,13 +44,14 @@ def _made(call: KdaCall) -> Callable:
 
 
 class Scan:
-    """The launch of the gated delta rule's scan for calls of one kind, one state warpgroup a CTA.
+    """The launches of the gated delta rule's scan for calls of one kind, one state warpgroup a CTA.
 
-    No sequence is cut: what a chunk's transition keeps has no bound that is close for gates that
-    differ between channels.
+    A sequence is cut where heads are few (docs/gdn_hopper.md). In two, or a short one, only where
+    its gates show that the state before has no effect: to find it would take as long as not to cut.
+    Gates without a bound hardly ever do.
     """
 
-    __slots__ = ("kernel",)
+    __slots__ = ("cuts", "warm", "transition", "carry", "kernel")
 
     def __init__(self, call: KdaCall):
         v, N, HV, options, dtype = call.v, call.N, call.HV, call.options, call.v.dtype
@@ -57,23 +67,46 @@ class Scan:
         pool_step = 0 if call.initial_state is None else call.initial_state.stride(0)
         every = max(options.checkpoint_every // CHUNK, 1)
         in_place = call.state_indices is not None
-        self.kernel = Launch(
-            gdn_scan_fwd_kernel, N * HV * 2, v.device, maps=maps,
-            numbers=(call.T, HV, HV, N, every, 1, pool_step, 0),
-            constexprs=(in_place, 1, options.state_v_first, *REGISTERS[1], False),
-            options=(("num_warps", 4), ("maxnreg", CAP[1]), ("launch_pdl", True)), guarded=True,
-        )  # fmt: skip
+        facts = (N, call.T, HV, packed, v.device)
+        split, slots = count_slots(*facts)
+        found = split > 2
+        # a pool's row is read by the first segment and written by the last
+        alone = not in_place and (call.A_log is None or options.lower_bound is not None)
+        if not found:
+            split, slots = count_slots(*facts, fewest=2) if alone else (1, N)
+        self.cuts = split, (LOOK_BACK if found else LONE_LOOK_BACK).value
+
+        def launch(transition: int) -> Launch:
+            return Launch(
+                gdn_scan_fwd_kernel, slots * HV * (2 + 2 * transition), v.device, maps=maps,
+                numbers=(call.T, HV, HV, N, every, split, pool_step, transition),
+                constexprs=(in_place, 1, options.state_v_first, *REGISTERS[1], False),
+                options=(("num_warps", 4), ("maxnreg", CAP[1]), ("launch_pdl", True)),
+                guarded=True,
+            )  # fmt: skip
+
+        self.kernel = launch(0)
+        self.warm = slots * HV if found else 0
+        self.transition = launch(1) if found else None
+        self.carry = carry_launch(call, split, slots) if found else None
 
     @staticmethod
     def serves(call: KdaCall) -> bool:
         """True for values of 128 channels that TMA can read, at multiples of 16 bytes."""
         return call.V == HEAD_DIM and lies_for_tma(call.v) and dense_heads(call.initial_state)
 
-    def __call__(self, tokens, blocks, cu_seqlens, states, k_end) -> None:
-        """The arguments of gdn/portable/scan.py's Scan, with Ke."""
+    def __call__(self, tokens, blocks, cu_seqlens, states, k_end, decay=None) -> None:
+        """The arguments of gdn/portable/scan.py's Scan, with Ke, and with cuts decay."""
         initial_state, state_indices, final, checkpoints = states
-        rest = (state_indices, cu_seqlens, None, None, tokens[3])
-        self.kernel(*tokens, *blocks, k_end, initial_state, final, checkpoints, *rest)
+        operands, o, warm = (*tokens, *blocks, k_end), tokens[3], None
+        if self.transition is not None:
+            pool = None if state_indices is None else initial_state
+            warm = decay.new_empty(self.warm)
+            rest = (state_indices, cu_seqlens, decay, warm, o)
+            self.transition(*operands, initial_state, final, None, *rest)
+            self.carry(pool, state_indices, cu_seqlens, warm, o)
+        rest = (state_indices, cu_seqlens, decay, warm, o)
+        self.kernel(*operands, initial_state, final, checkpoints, *rest)
 
 
 class Chunked(portable.Chunked):
@@ -86,3 +119,4 @@ class Chunked(portable.Chunked):
         super().__init__(call)
         if Scan.serves(call):
             self.scan = Scan(call)
+            self.prepare = Prepare(call, cuts=self.scan.cuts)

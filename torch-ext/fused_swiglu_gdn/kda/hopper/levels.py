@@ -9,7 +9,7 @@ one of the right operand of the transpose.
 """
 
 from ...gdn.hopper.blocks import operand, tile_layout
-from ...runtime.gluon import gl, gluon, mma_v2
+from ...runtime.gluon import as_tile, gl, gluon, mma_v2
 
 TILE = gl.constexpr(tile_layout(4))  # accumulators [4, 16, 16]
 # [4, 2, 8, 32]: eight channels and two tokens a lane
@@ -42,6 +42,14 @@ def positions():
     half = gl.expand_dims(gl.expand_dims(gl.expand_dims(half, 0), 2), 3)
     t = gl.expand_dims(gl.expand_dims(gl.expand_dims(t, 0), 0), 3)
     return block, half, t, gl.expand_dims(gl.expand_dims(gl.expand_dims(d, 0), 0), 0)
+
+
+@gluon.jit
+def tokens(smem):
+    """A panel [C, 32] as [4, 2, 8, 32]."""
+    BITS: gl.constexpr = smem.dtype.primitive_bitwidth
+    VIEW: gl.constexpr = gl.NVMMASharedLayout(4 * BITS, BITS, 4)  # of the same bytes
+    return as_tile(smem, smem.dtype, [4, 2, 8, 32], VIEW).load(X)
 
 
 @gluon.jit

@@ -12,6 +12,7 @@ block has 1 in place of 4.
 
 from ...gdn.hopper.blocks import operand
 from ...gdn.hopper.primitives import C, D, locate
+from ...gdn.hopper.scheduler import before_cut
 from ...gdn.portable.gates import LOG2_E, LOG2_E_REST, write_strength
 from ...gdn.portable.primitives import level
 from ...runtime.gluon import (
@@ -28,6 +29,7 @@ from ...runtime.gluon import (
     tma_store_wait,
 )
 from ...runtime.primitives import exact_exp2
+from .decay import ROWS, store_decay
 from .gates import exp2_short, rate_of, raw_log_decay
 from .levels import (
     TILE,
@@ -38,6 +40,7 @@ from .levels import (
     of_token,
     positions,
     right,
+    tokens,
 )
 
 PANELS = gl.constexpr(4)  # of 32 channels
@@ -50,14 +53,6 @@ LEAST = gl.constexpr(-138.6294361119891)  # of gates: 2^-200 is 0 in fp32
 TOTAL = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(1, X)))
 # of the blocks' sums of all panels [4, 4, 32]: a channel a thread
 SUMS = gl.constexpr(gl.BlockedLayout([1, 4, 1], [1, 1, 32], [4, 1, 1], [2, 1, 0]))
-
-
-@gluon.jit
-def _tokens(smem):
-    """A panel [C, 32] as [4, 2, 8, 32]."""
-    BITS: gl.constexpr = smem.dtype.primitive_bitwidth
-    VIEW: gl.constexpr = gl.NVMMASharedLayout(4 * BITS, BITS, 4)  # of the same bytes
-    return as_tile(smem, smem.dtype, [4, 2, 8, 32], VIEW).load(X)
 
 
 @gluon.jit
@@ -142,7 +137,7 @@ def _lengths(smem, i, j):
     """1 / |x| [4, 16] of the rows of x [PANELS, C, 32]; the tensor cores square."""
     xx = gl.zeros((4, 16, 16), gl.float32, TILE)
     for p in gl.static_range(PANELS):
-        x = _tokens(smem.index(p))
+        x = tokens(smem.index(p))
         xx = mma_v2(left(x), right(x), xx)
     return gl.rsqrt(gl.sum(gl.where(i == j, xx, 0.0), 2) + 1e-6)
 
@@ -231,10 +226,10 @@ def _store_lengths(ptr, x):
 
 
 @gluon.jit
-def _beta(ptr, stride, rest, LAYOUT: gl.constexpr, BETA_MAX: gl.constexpr, DTYPE: gl.constexpr):
+def _beta(ptr, stride, rest, BETA_MAX: gl.constexpr, DTYPE: gl.constexpr):
     """beta [4, 16], rounded as by _store_lengths of portable/prepare.py; `rest` tokens are left."""
-    b = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(1, LAYOUT)), 1)
-    t = 16 * b + gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    b = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(1, ROWS)), 1)
+    t = 16 * b + gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, ROWS)), 0)
     beta = gl.load(ptr + t * stride, mask=t < rest, other=0.0)
     beta = gl.where(t < rest, write_strength(beta, BETA_MAX), 0.0)
     if DTYPE == gl.bfloat16:
@@ -242,7 +237,7 @@ def _beta(ptr, stride, rest, LAYOUT: gl.constexpr, BETA_MAX: gl.constexpr, DTYPE
     return beta
 
 
-@gluon.jit(do_not_specialize=["T", "N", "NT"])
+@gluon.jit(do_not_specialize=["T", "N", "NT", "split", "look_back"])
 def kda_prepare_fwd_kernel(
     q_desc,  # [.., .., tokens, H, K] box [1, 1, C, 1, 32]
     k_desc,  # likewise
@@ -258,18 +253,21 @@ def kda_prepare_fwd_kernel(
     qd_ptr,  # [B, T, HV, K]
     ke_ptr,  # [B, T, HV, K]
     gam_ptr,  # [rows, HV, K] fp32
+    decay_ptr,  # [rows, HV] fp32: log2 of a bound of the norm of a chunk's transition; or None
     lengths_ptr,  # [rows, HV, 3, C] fp32: 1 / |k| and 1 / |q|; or None
     beta_strides,
     T,
     N,
     NT,  # ceil(T / C), equal length
+    split,  # the most segments of a sequence
+    look_back,  # chunks before a cut whose decay is read
     scale,
     HV: gl.constexpr,
     R: gl.constexpr,
     BETA_MAX: gl.constexpr,  # beta is a logit, and BETA_MAX * sigmoid(beta) is meant; 0: as given
     LOWER: gl.constexpr,  # of a bounded gate, or None
 ):
-    """Tb, P, Kd, Qd, Ke and gam of one chunk and value head, and what the gradient wants."""
+    """Tb, P, Kd, Qd, Ke, gam and decay of one chunk and value head, and what the gradient wants."""
     DTYPE: gl.constexpr = q_desc.dtype
     WIDTH: gl.constexpr = g_desc.dtype.primitive_bitwidth
     GATES: gl.constexpr = gl.NVMMASharedLayout(4 * WIDTH, WIDTH, 2)
@@ -279,7 +277,7 @@ def kda_prepare_fwd_kernel(
     batch, end, first, c, length = locate(row, cu_ptr, T, N, NT)
     if c * C >= length:
         return
-    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())  # q, k; g
     q_tiles = gl.allocate_shared_memory(DTYPE, [2, C, C], t_desc.layout)
     k_tiles = gl.allocate_shared_memory(DTYPE, [2, C, C], t_desc.layout)
     q_smem = as_tile(q_tiles, DTYPE, [PANELS, C, 32], PANEL)
@@ -293,15 +291,16 @@ def kda_prepare_fwd_kernel(
     k_kept = as_tile(k_tiles, gl.float16, [PANELS, 4, 2, 8, 4, 8], KEPT_SMEM)
     q_kept = as_tile(q_tiles, gl.float16, [PANELS, 4, 2, 8, 4, 8], KEPT_SMEM)
     until_smem = as_tile(g_smem, gl.float16, [STEP * PANELS, 4, 2, 8, 32], HALVES)
-    mbarrier.init(full, count=1)
-    mbarrier.expect(full, C * D * (4 + WIDTH // 8))
+    for x in gl.static_range(2):
+        mbarrier.init(full.index(x), count=1)
+        mbarrier.expect(full.index(x), C * D * (4 if x == 0 else WIDTH // 8))
     for p in gl.static_range(PANELS):
         at = [batch, end, first + c * C, hv // R, 32 * p]
-        tma_load(k_desc, at, full, as_box(k_smem.index(p), k_desc))
-        tma_load(q_desc, at, full, as_box(q_smem.index(p), q_desc))
+        tma_load(k_desc, at, full.index(0), as_box(k_smem.index(p), k_desc))
+        tma_load(q_desc, at, full.index(0), as_box(q_smem.index(p), q_desc))
     for p in gl.static_range(PANELS):
         at = [batch, end, first + c * C, hv, 32 * p]
-        tma_load(g_desc, at, full, as_box(g_smem.index(p), g_desc))
+        tma_load(g_desc, at, full.index(1), as_box(g_smem.index(p), g_desc))
     barrier()  # ptxas would put the loads off until the next one
 
     if cu_ptr is None:
@@ -311,6 +310,7 @@ def kda_prepare_fwd_kernel(
     rest = length - c * C
     unit = row.to(gl.int64) * HV + hv
     beta_ptr += batch_of * beta_strides[0] + start * beta_strides[1] + hv * beta_strides[2]
+    beta = _beta(beta_ptr, beta_strides[1], rest, BETA_MAX, DTYPE)  # comes meanwhile
     out = ((batch_of * T + start) * HV + hv) * D
     kd_ptr += out
     qd_ptr += out
@@ -322,20 +322,24 @@ def kda_prepare_fwd_kernel(
     i, j, b = _block_positions()
     zero = gl.zeros((4, 16, 16), gl.float32, TILE)
     kk, qk = zero, zero
-    mbarrier.wait(full, 0)
+    mbarrier.wait(full.index(0), 0)
     rk, rq = _lengths(k_smem, i, j), _lengths(q_smem, i, j)
     if lengths_ptr is not None:
         _store_lengths(lengths_ptr + unit * (3 * C), rk)
         _store_lengths(lengths_ptr + unit * (3 * C) + C, rq)
     rk, rq, rate = of_token(rk), of_token(rq), rate_of(A_log_ptr, hv)
+    RAW: gl.constexpr = A_log_ptr is not None or LOWER is not None
+    mbarrier.wait(full.index(1), 0)
+    if decay_ptr is not None and before_cut(c, length, split, look_back):
+        store_decay(decay_ptr + unit, g_smem, beta, rest, rate, dt_bias_ptr, hv, RAW, LOWER)
     for p in range(PANELS):
-        g = _tokens(g_smem.index(p)).to(gl.float32)
-        if A_log_ptr is not None or LOWER is not None:
+        g = tokens(g_smem.index(p)).to(gl.float32)
+        if RAW:
             g = raw_log_decay(g, rate, dt_bias_ptr, hv * D + 32 * p + d, LOWER)
             g = gl.where(ok, g, 0.0)
         g = gl.maximum(g, LEAST)
-        k = (_tokens(k_smem.index(p)).to(gl.float32) * rk).to(gl.float16)
-        q = (_tokens(q_smem.index(p)).to(gl.float32) * rq).to(gl.float16)
+        k = (tokens(k_smem.index(p)).to(gl.float32) * rk).to(gl.float16)
+        q = (tokens(q_smem.index(p)).to(gl.float32) * rq).to(gl.float16)
         total = gl.sum(gl.sum(g, 1), 1)  # [4, 32]
         kk, qk, since, until = add_levels(kk, qk, k, q, exp2_short(g * LOG2_E), i, j)
         since, until = since.to(gl.float16), until.to(gl.float16)
@@ -367,7 +371,8 @@ def kda_prepare_fwd_kernel(
         gl.store(ke_ptr + to, (until.load(X).to(gl.float32) * f).to(DTYPE), mask=ok)
     barrier()  # k and q are read
     # Till here the barrier has its memory to itself: PTX allows no other use of it before this.
-    mbarrier.invalidate(full)
+    mbarrier.invalidate(full.index(0))
+    mbarrier.invalidate(full.index(1))
     at = (unit * C).to(gl.int32)
     q0 = gl.where(b == 0, gl.where(i >= j, qk, 0.0), q0) * scale
     q1 = gl.where(b == 1, gl.where(i >= j, qk, 0.0), gl.where(b > 1, q1, 0.0)) * scale
@@ -378,11 +383,9 @@ def kda_prepare_fwd_kernel(
         a_smem = as_tile(q_tiles.index(1), gl.float16, [C, C], a_desc.layout)
         a0, a1 = gl.where(b == 0, kk, k0), gl.where(b == 1, kk, k1)
         _store_kept(a_desc, at, a_smem, -a0, -a1, -gl.where(b == 2, kk, k2), -kk)
-    beta = _beta(beta_ptr, beta_strides[1], rest, gl.SliceLayout(2, TILE), BETA_MAX, DTYPE)
-    column = _beta(beta_ptr, beta_strides[1], rest, gl.SliceLayout(1, TILE), BETA_MAX, DTYPE)
+    column = gl.expand_dims(gl.convert_layout(beta, gl.SliceLayout(1, TILE)), 1)
+    beta = gl.expand_dims(gl.convert_layout(beta, gl.SliceLayout(2, TILE)), 2)
     smem = as_tile(q_tiles.index(0), gl.float16, [4, 4, 16, 16], BLOCKS)
-    t0, t1, t2, t3 = _inverse(
-        smem, kk, k0, k1, k2, gl.expand_dims(beta, 2), gl.expand_dims(column, 1), i, j, b
-    )
+    t0, t1, t2, t3 = _inverse(smem, kk, k0, k1, k2, beta, column, i, j, b)
     _store_tile(t_desc, at, k_tiles.index(1), t0, t1, t2, t3)
     tma_store_wait(0)

@@ -85,7 +85,7 @@ def _gradients(call: KdaBackward, prepare_kind: Callable, states_kind: Callable)
     with device.on(q.device):
         prepare = prepare_kind(call)(call, keep=True)
         prepared = prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens)
-        tb, p, kd, qd, ke, gam, gates, kept = prepared
+        tb, p, kd, qd, ke, gam, gates, kept, *_ = prepared
         decayed = call._replace(q=qd, k=kd)
         h, dh, vt, dv, d_initial = states_kind(call, do)(
             decayed, do, d_final, tb, p, gam, config["states"], ke

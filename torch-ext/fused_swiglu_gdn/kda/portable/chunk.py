@@ -54,9 +54,10 @@ class Chunked:
         self, q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, cu_seqlens
     ) -> tuple:
         with device.on(v.device):
-            tb, p, kd, qd, ke, gam, *_ = self.prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens)
+            prepared = self.prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens)
+            tb, p, kd, qd, ke, gam, _, _, *decay = prepared
             o = v.new_empty(v.shape)
             final, checkpoints = self.states(v, initial_state, state_indices)
             states = (initial_state, state_indices, final, checkpoints)
-            self.scan((qd, kd, v, o), (tb, p, gam), cu_seqlens, states, ke)
+            self.scan((qd, kd, v, o), (tb, p, gam), cu_seqlens, states, ke, *decay)
         return o, final, checkpoints
