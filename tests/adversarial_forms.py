@@ -643,6 +643,7 @@ FORMS = {
     "own forward of a part": (
         changed(lambda m: setattr(m.gate_proj, "forward", m.up_proj.forward)), None),
     "own call of a part": (changed(loud_call), None),
+    "an offloaded part": (changed(lambda m: setattr(m.up_proj, "_hf_hook", object())), None),
     "a hidden part": (changed(hide), "up_proj is no module of its own"),
     "own forward": (changed(own_forward), "replaced already"),
     "spectral norm": (changed(spectral), None),

@@ -357,6 +357,7 @@ def test_other_ways_to_decode_get_the_model(graph, device):  # noqa: F811
     ):
         words = {"attention_mask": mask, "pad_token_id": 0, **options}
         assert torch.equal(generate(model, ids, **words), theirs(model, ids, **words))
+    assert graph.captures == 0
     generate(model, ids, attention_mask=mask, guidance_scale=1.5)
     handle.remove()
     words = {"attention_mask": mask, "guidance_scale": 1.5}
@@ -509,6 +510,8 @@ def test_copies_and_pickles(graph, device):  # noqa: F811
     expected = theirs(other, ids, attention_mask=mask, max_new_tokens=None)
     found = generate(other, ids, attention_mask=mask, max_new_tokens=None)
     assert torch.equal(found, expected) and found.shape[1] == 9 + 5
+    shallow = copy.copy(model)
+    assert torch.equal(generate(shallow, ids), theirs(model, ids))
     reference = weakref.ref(other)
     del other
     gc.collect()
@@ -533,6 +536,7 @@ def test_a_pickle_has_the_models_own_generate(graph, device):  # noqa: F811
     assert "generate" in model.__dict__
     again = pickle.loads(pickle.dumps(model))
     assert again.generate == Generates.generate.__get__(again)
+    assert again.get_compiled_call == Generates.get_compiled_call.__get__(again)
 
 
 @on_every_device

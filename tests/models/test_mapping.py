@@ -2,7 +2,6 @@
 
 import copy
 import importlib
-import sys
 import warnings
 
 import pytest
@@ -45,15 +44,6 @@ class Peft(nn.Module):
         return self.base_layer(x) + self.lora(x)
 
 
-class Quantized(torch.Tensor):
-    """Tensor class like torchao's: its stored numbers are not its values."""
-
-
-def quantize(mlp):
-    weight = mlp.up_proj.weight.data.as_subclass(Quantized)
-    mlp.up_proj.weight = nn.Parameter(weight)
-
-
 def replace(mlp):
     mlp.forward = lambda x: x
 
@@ -63,12 +53,6 @@ LEFT_ALONE = {
     "gelu": (lambda m: setattr(m, "act_fn", nn.GELU()), "its activation is GELU"),
     "other forward": (replace, "replaced already"),
     "mixed dtypes": (lambda m: m.up_proj.double(), "several dtypes"),
-}
-CALLED = {
-    "adapter": lambda m: setattr(m, "up_proj", Peft(m.up_proj)),
-    "quantized weight": quantize,
-    "hook": lambda m: m.gate_proj.register_forward_pre_hook(lambda *a: None),
-    "offloaded": lambda m: setattr(m.up_proj, "_hf_hook", object()),
 }
 
 
@@ -89,81 +73,6 @@ def test_left_alone_with_a_reason(built, case):
     assert reason in reasons(report)["model.layers.1.mlp"]
     assert model.model.layers[1].mlp.__dict__.get("forward") is own
     assert reason in str(report)
-
-
-@pytest.mark.parametrize("case", CALLED)
-def test_projections_that_are_no_plain_products_are_called(built, case):
-    model, ids = random_model("llama"), tokens(2, 9)
-    CALLED[case](model.model.layers[1].mlp)
-    ref = logits(model, ids)
-    assert len(built.kernelize(model, only=["mlp"]).served) == 2
-    dispatch = sys.modules[f"{built.__name__}.runtime.dispatch"]
-    with dispatch.force("reference"):
-        assert_same(logits(model, ids), ref)
-
-
-class Dropout(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.down_proj, self.act_fn = nn.Linear(8, 8), nn.SiLU()
-        self.dropout = nn.Dropout(0.5)
-
-    def forward(self, x):
-        return self.dropout(self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)))
-
-
-class Multiplier(Dropout):
-    scale = 2.0
-
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x) * self.scale) * self.up_proj(x))
-
-
-class Swapped(Dropout):
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
-
-
-class Residual(Dropout):
-    def forward(self, x, residual):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) + residual
-
-
-class Reordered(Dropout):
-    def forward(self, hidden):
-        up = self.up_proj(hidden)
-        return self.down_proj(up * self.act_fn(self.gate_proj(hidden)))
-
-
-@pytest.mark.parametrize(
-    "kind, reason",
-    [
-        (Dropout, "drops values out"),
-        (Multiplier, "its forward is another formula"),
-        (Swapped, None),
-        (Residual, "other arguments"),
-        (Reordered, None),
-    ],
-)
-def test_a_class_is_served_if_its_forward_is_the_formula(built, kind, reason):
-    report = built.kernelize(nn.Sequential(kind()))
-    found = report.rows[0].reason
-    assert found is None if reason is None else reason in found, found
-
-
-@pytest.mark.parametrize("name", ["phi3", "glm4", "gemma"])
-def test_other_models_with_a_gate(built, name):
-    """One weight for gate and up (Phi-3, GLM-4); another activation (Gemma)."""
-    config = transformers.AutoConfig.for_model(
-        name, vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=16, pad_token_id=0,
-    )  # fmt: skip
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    ids = tokens(2, 9)
-    ref = logits(model, ids)
-    assert mlps_and_gdn(built.kernelize(model)) == 2
-    assert_same(logits(model, ids), ref)
 
 
 def test_models_without_a_gate_and_other_state_spaces(built):
@@ -196,43 +105,6 @@ def test_adapters_and_hooks_round_a_gdn_layer_count(built):
     ref = logits(model, ids)
     assert mlps_and_gdn(built.kernelize(model)) == 3
     assert_same(logits(model, ids), ref)
-
-
-def test_adapters_added_after_kernelize_count(built):
-    model = random_model("llama")
-    built.kernelize(model)
-    mlp = model.model.layers[0].mlp
-    mlp.up_proj, mlp.down_proj = Peft(mlp.up_proj), Peft(mlp.down_proj)
-    ids = tokens(2, 9)
-    out = logits(model, ids)
-    built.restore(model)
-    assert_same(out, logits(model, ids))
-
-
-def test_restore_and_kernelize_again(built):
-    model, _ = pair(built, "qwen3_5_text", "cpu")
-    model = copy.deepcopy(model)
-    before = {name: dict(m.__dict__) for name, m in model.named_modules()}
-    assert mlps_and_gdn(built.kernelize(model)) == 3
-    assert mlps_and_gdn(built.kernelize(model)) == 3
-    report = built.kernelize(model)
-    assert built.restore(model) == len(report.served)
-    assert {name: m.__dict__.keys() for name, m in model.named_modules()} == {
-        name: attributes.keys() for name, attributes in before.items()
-    }
-    assert built.restore(model) == 0
-
-
-def test_a_copy_is_served_by_its_own_weights(built):
-    _, served = pair(built, "qwen3_5_text", "cpu")
-    other = copy.deepcopy(served)
-    with torch.no_grad():
-        for p in other.parameters():
-            p.mul_(0.5)
-    ids = tokens(2, 9)
-    out = logits(other, ids)
-    built.restore(other)
-    assert_same(out, logits(other, ids))
 
 
 def test_the_report(built):

@@ -52,8 +52,10 @@ def quantized(model):
 def generated(model, ids, device, **options):
     options = {"max_new_tokens": NEW, "do_sample": False, "disable_compile": True, **options}
     torch.manual_seed(0)
+    mask = torch.ones_like(ids)
+    mask[1:, :4] = 0
     with serving(device) as record:
-        found = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        found = model.generate(ids, attention_mask=mask, **options)
     assert (set(OPERATIONS) <= record.keys()) == hasattr(model, "served_here")
     return found
 
@@ -71,6 +73,7 @@ WAYS = {
     "by sampling": {"do_sample": True, "top_k": 7},
     "by beams": {"num_beams": 3},
     "a prompt in chunks": {"prefill_chunk_size": 4},
+    "static": {"cache_implementation": "static"},
     "static, a prompt in chunks": {"prefill_chunk_size": 4, "cache_implementation": "static"},
     "static, by beams": {"num_beams": 2, "cache_implementation": "static"},
     "without a cache": {"use_cache": False},

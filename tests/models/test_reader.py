@@ -134,6 +134,16 @@ def test_a_bias_that_is_there_afterwards(kernel):
     assert_same(module, plain)
 
 
+class TwoInputs(P):
+    def forward(self, x, residual):
+        return super().forward(x) + residual
+
+
+def test_two_arguments_that_have_to_be_given(kernel):
+    reason = "its forward takes other arguments than one tensor"
+    assert kernelized(kernel, made(TwoInputs)) == [reason]
+
+
 class Rate(P):
     """The rate of a dropout that also decides."""
 
