@@ -84,19 +84,24 @@ def test_kernels_of_head_dims(K, V):
     compare(got, case.expected(), torch.float32)
 
 
-@interpreted
-def test_kernels_in_part():
+def equal(got, want) -> bool:
+    """The same gradients are there, bit for bit."""
+    return all(b is None if a is None else torch.equal(a, b) for a, b in zip(got, want))
+
+
+def check_parts(implementation, case):
     """From saved blocks the same bits; the values' gradients alone, too."""
-    module = submodule("gdn.portable.backward")
-    case = Case(1, 66, 1, 2, 16, 16, torch.float32)
+    module = submodule(f"gdn.{implementation}.backward")
     whole = case.gradients(module)
-    *prepared, _ = blocks_of("portable", case.call())
-    for a, b in zip(case.gradients(module, prepared), whole):
-        assert (a is None) == (b is None)
-        assert a is None or torch.equal(a, b)
+    *prepared, _ = blocks_of(implementation, case.call())
+    assert equal(case.gradients(module, prepared), whole)
     part = case.gradients(module, values_only=True)
-    assert [x is None for x in part] == [True, True, False] + [True] * 4 + [False]
-    assert torch.equal(part[2], whole[2]) and torch.equal(part[7], whole[7])
+    assert equal(part, [None, None, whole[2], *[None] * 4, whole[7]])
+
+
+@interpreted
+def test_parts_interpreted():
+    check_parts("portable", Case(1, 66, 1, 2, 16, 16, torch.float32))
 
 
 @interpreted
@@ -269,10 +274,19 @@ def test_a_layer_under_autocast(way):
 HEADS = [(1, 1), (2, 4), (4, 4), (1, 4)]
 
 
+def is_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
+def hopper(test):
+    """Marks a test of Hopper's kernels."""
+    return pytest.mark.gpu(pytest.mark.skipif(not is_hopper(), reason="for Hopper")(test))
+
+
 def kernels(case):
     """The modules whose kernels take the case on this GPU."""
     found = [submodule("gdn.portable.backward")]
-    if torch.cuda.get_device_capability()[0] == 9:
+    if is_hopper():
         hopper = submodule("gdn.hopper.backward")
         found += [hopper] if hopper.prepare_gdn_chunk_bwd(case.backward()) else []
     return found
@@ -291,15 +305,14 @@ def test_gpu(H, HV, T, gates):
     for module in kernels(case):
         got = case.gradients(module)
         compare(got, want, torch.bfloat16)
-        for a, b in zip(got, case.gradients(module)):
-            assert a is None or torch.equal(a, b)  # the same bits every run
+        assert equal(case.gradients(module), got)  # every run
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_gpu_options(options, dtype):
-    K = 128 if dtype == torch.bfloat16 else 64
+    K = 64 if dtype == torch.float32 else 128
     case = Case(2, 300, 2, 4, K, 128, dtype, "cuda", **options)
     want = case.expected()
     for module in kernels(case):
@@ -351,5 +364,44 @@ def test_gpu_views():
     q, k, v, *rest = case.inputs
     for before in (0, 3):
         case.inputs = (moved(q, before), moved(k, before), moved(v, before), *rest)
-        for a, b in zip(case.gradients(module), want):
-            assert a is None or torch.equal(a, b)
+        assert equal(case.gradients(module), want)
+
+
+@pytest.mark.gpu
+def test_gpu_layouts():
+    """q, k and v as views of one tensor, a dO that is the same everywhere, and initial states that
+    lie apart or are one for all."""
+    case = Case(3, 130, 2, 2, 128, 128, torch.bfloat16, "cuda", l2norm=True)
+    q, k, v, *rest, state = case.inputs
+    own, joined = case.do, torch.cat([q, k, v], -1)
+    pool = state.new_zeros(3, 4, 128, 128)
+    pool[:, 1:3] = state
+    for module in kernels(case):
+        case.inputs, case.do = (q, k, v, *rest, state), own
+        want = case.gradients(module)
+        case.inputs = (*joined.split(128, -1), *rest, pool[:, 1:3])
+        assert equal(case.gradients(module), want)
+        case.inputs = (q, k, v, *rest, state[:1].expand(3, -1, -1, -1))
+        case.do = own[:1, :1, :1].expand_as(own)
+        compare(case.gradients(module), case.expected(), torch.bfloat16)
+
+
+@hopper
+def test_hopper_many_chunks_a_program():
+    """More chunks than processors, so that programs go from one to the next; from the same blocks
+    the portable kernels give the same but for the order of sums."""
+    case = Case(2, 6400, 2, 4, 128, 128, torch.bfloat16, "cuda", l2norm=True)
+    *blocks, _ = blocks_of("hopper", case.call())
+    one, other = (submodule(f"gdn.{x}.backward") for x in ("hopper", "portable"))
+    got, want = case.gradients(one, blocks), case.gradients(other, blocks)
+    compare(got, want, torch.bfloat16, factor=0.2)
+
+
+@hopper
+def test_hopper_parts():
+    case = Case(1, 200, 2, 4, 128, 128, torch.bfloat16, "cuda", l2norm=True)
+    check_parts("hopper", case)
+    leaves = [x.clone().requires_grad_() for x in case.inputs[:5]]
+    with submodule("runtime.dispatch").served() as record:
+        functional.chunk_gated_delta_rule(*leaves)[0].backward(case.do)
+    assert record["gdn_chunk_bwd"] == ["hopper"]

@@ -2,7 +2,14 @@
 
 import pytest
 import torch
-from conftest import assert_close, computed, gdn_inputs, relative_error, submodule
+from conftest import (
+    assert_close,
+    computed,
+    gdn_inputs,
+    load_package,
+    relative_error,
+    submodule,
+)
 from gdn_problems import arguments
 from interpreter import INTERPRETING, compiled, interpreted, test_in_the_interpreter  # noqa: F401
 
@@ -208,11 +215,27 @@ def implementation(request):
     return request.param
 
 
-def check_where_supported(implementation, args, factor=1.0):
+def skip_unless_computed(implementation, args):
     if not is_computed(implementation, args):
         assert implementation != "portable"
         pytest.skip("another implementation serves this call")
+
+
+def check_where_supported(implementation, args, factor=1.0):
+    skip_unless_computed(implementation, args)
     check(implementation, args, factor)
+
+
+# of segments: of the shortest ones, none, with a rest, one token, just not cut, of the longest
+CUT = (2049, 0, 4500, 1, 2047, 2048 * 5)
+
+
+def assert_cut(x):
+    """The portable kernels cut the sequences of such a call, as Hopper's do those of 4096 tokens
+    and more."""
+    context = submodule("gdn.portable.chunk").lookup("portable_gdn_context", x["v"].device)
+    _, T, HV, _ = x["v"].shape
+    assert HV <= context["heads"] and T >= 4 * context["shortest"] * 64
 
 
 # aiter's grid (B, T, H, D, scale, gate norm, share of g = 0, l2norm): odd head dims among them
@@ -248,8 +271,7 @@ def aiter_inputs(B, T, H, D, norm, zeros, dtype, rows):
 
 
 def assert_aiter(implementation, args):
-    if not is_computed(implementation, args):
-        pytest.skip("another implementation serves this call")
+    skip_unless_computed(implementation, args)
     ref = expected(args)
     o, state, _ = run(implementation, args)
     assert relative_error(o, ref[0]) < AITER
@@ -291,6 +313,25 @@ def test_regimes(implementation, gates, beta, dtype):
 
 @pytest.mark.gpu
 @compiled
+@pytest.mark.parametrize("gates", ["qwen", "slow", "none", "extreme"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_regimes_of_segments(implementation, gates, dtype):
+    x = gdn_inputs(1, 5000, 2, 4, 128, 128, dtype, "cuda", gates=gates)
+    assert_cut(x)
+    factor = 3 if dtype == torch.float32 else 1
+    check_where_supported(implementation, arguments(x, use_qk_l2norm=True), factor)
+
+
+@pytest.mark.gpu
+@compiled
+@pytest.mark.parametrize("gates", ["slow", "none"])
+def test_a_million_tokens(gates):
+    x = gdn_inputs(1, 2**20, 2, 2, 64, 64, torch.bfloat16, "cuda", gates=gates)
+    check("portable", arguments(x, use_qk_l2norm=True), factor=2)  # of roundings never forgotten
+
+
+@pytest.mark.gpu
+@compiled
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_repeated_keys(implementation, dtype):
     x = gdn_inputs(1, 256, 1, 2, 128, 128, dtype, "cuda", gates="none")
@@ -310,6 +351,7 @@ HEAD_DIMS = [
     (192, 256),
     (36, 8),
 ]
+CUT_HEAD_DIMS = [(64, 64), (100, 100), (256, 256)]
 
 
 @pytest.mark.gpu
@@ -320,6 +362,9 @@ HEAD_DIMS = [
 def test_head_dims_and_groups(implementation, K, V, HV, dtype):
     x = gdn_inputs(2, 200, 2, HV, K, V, dtype, "cuda")
     check_where_supported(implementation, arguments(x, use_qk_l2norm=True))
+    if (HV, dtype) == (2, torch.bfloat16) and (K, V) in CUT_HEAD_DIMS:
+        long = gdn_inputs(1, 5000, 2, 4, K, V, dtype, "cuda")
+        check_where_supported(implementation, arguments(long, use_qk_l2norm=True))
 
 
 @pytest.mark.kernels_ci
@@ -327,7 +372,7 @@ def test_head_dims_and_groups(implementation, K, V, HV, dtype):
 @compiled
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("v_first", [False, True])
-@pytest.mark.parametrize("lengths", [(0, 1, 63, 64, 65, 0, 200), (0,), (1,)])
+@pytest.mark.parametrize("lengths", [(0, 1, 63, 64, 65, 0, 200), (0,), (1,), CUT])
 def test_packed_states(implementation, lengths, v_first, state_dtype):
     x = gdn_inputs(1, sum(lengths), 2, 4, 128, 128, torch.bfloat16, "cuda")
     x["initial_state"] = torch.randn(len(lengths), 4, 128, 128, device="cuda").to(state_dtype)
@@ -358,34 +403,45 @@ def test_no_token_leaks_into_a_neighbour(implementation):
 @pytest.mark.kernels_ci
 @pytest.mark.gpu
 @compiled
-def test_bitwise_repeatable_and_batch_invariant(implementation):
-    x = gdn_inputs(4, 1100, 4, 8, 128, 128, torch.bfloat16, "cuda")
+@pytest.mark.parametrize("B, T", [(4, 1100), (3, 5000)])
+def test_bitwise_repeatable_and_batch_invariant(implementation, B, T):
+    x = gdn_inputs(B, T, 4, 8, 128, 128, torch.bfloat16, "cuda")
     o, state, _ = run(implementation, arguments(x, use_qk_l2norm=True))
     again, state2, _ = run(implementation, arguments(x, use_qk_l2norm=True))
     assert torch.equal(o, again) and torch.equal(state, state2)
-    alone = {name: value[2:3] for name, value in x.items()}
+    alone = {name: value[1:2] for name, value in x.items()}
     o1, state1, _ = run(implementation, arguments(alone, use_qk_l2norm=True))
-    assert torch.equal(o[2:3], o1) and torch.equal(state[2:3], state1)
+    assert torch.equal(o[1:2], o1) and torch.equal(state[1:2], state1)
+    if implementation == "portable":
+        packed = {n: y.flatten(0, 1)[None] if n != "initial_state" else y for n, y in x.items()}
+        ends = cu(*[T] * B, device="cuda")
+        o2, state2, _ = run("portable", arguments(packed, cu_seqlens=ends, use_qk_l2norm=True))
+        assert torch.equal(o.flatten(0, 1)[None], o2) and torch.equal(state, state2)
 
 
 @pytest.mark.gpu
 @compiled
-def test_pool_in_place(implementation):
-    x = gdn_inputs(1, 200, 2, 4, 128, 128, torch.bfloat16, "cuda")
-    padded = torch.randn(6, 5, 128, 128, device="cuda")  # slots further apart than a state
+@pytest.mark.parametrize(
+    "lengths, rows", [((80, 50, 70), [5, -1, 1]), (CUT, [5, 0, 1, 8, -1, 3])], ids=["short", "cut"]
+)
+def test_pool_in_place(implementation, lengths, rows):
+    x = gdn_inputs(1, sum(lengths), 2, 4, 128, 128, torch.bfloat16, "cuda")
+    padded = torch.randn(9, 5, 128, 128, device="cuda")  # slots further apart than a state
     x["initial_state"] = padded[:, :4]
-    indices = torch.tensor([5, -1, 1], device="cuda")
     before = padded.clone()
     args = arguments(
-        x, cu_seqlens=cu(80, 50, 70, device="cuda"), state_indices=indices, use_qk_l2norm=True
-    )
+        x, cu_seqlens=cu(*lengths, device="cuda"), use_qk_l2norm=True,
+        state_indices=torch.tensor(rows, device="cuda"),
+    )  # fmt: skip
     ref = expected(args)
     o, pool, _ = run(implementation, args)
     assert pool.data_ptr() == padded.data_ptr()
     assert_close(o, ref[0])
-    assert not o[:, 80:130].any()
+    start = sum(lengths[: rows.index(-1)])
+    assert not o[:, start : start + lengths[rows.index(-1)]].any()
     assert_close(pool, ref[1], torch.bfloat16)
-    untouched = [0, 2, 3, 4]
+    written = {row for row, length in zip(rows, lengths) if length}
+    untouched = [row for row in range(9) if row not in written]
     assert torch.equal(padded[untouched], before[untouched])
     assert torch.equal(padded[:, 4:], before[:, 4:])
 
@@ -409,17 +465,21 @@ def test_views_need_no_copy(implementation):
 
 @pytest.mark.gpu
 @compiled
-def test_graph_with_changing_cu_seqlens(implementation):
-    x = gdn_inputs(1, 512, 2, 4, 128, 128, torch.bfloat16, "cuda")
+@pytest.mark.parametrize("lengths", [
+    ((100, 200, 212), (0, 511, 1), (64, 0, 448)),
+    ((2000, 2500, 1500), (0, 5999, 1), (6000, 0, 0), (1, 2048, 3951)),
+], ids=["short", "cut"])  # fmt: skip
+def test_graph_with_changing_cu_seqlens(implementation, lengths):
+    x = gdn_inputs(1, sum(lengths[0]), 2, 4, 128, 128, torch.bfloat16, "cuda")
     x["initial_state"] = torch.randn(3, 4, 128, 128, device="cuda")
-    cu_seqlens = cu(100, 200, 212, device="cuda")
+    cu_seqlens = cu(*lengths[0], device="cuda")
     args = arguments(x, cu_seqlens=cu_seqlens, use_qk_l2norm=True)
     run(implementation, args)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         o, state, _ = run(implementation, args)
-    for lengths in ((100, 200, 212), (0, 511, 1), (64, 0, 448)):
-        cu_seqlens.copy_(cu(*lengths, device="cuda"))
+    for each in lengths:
+        cu_seqlens.copy_(cu(*each, device="cuda"))
         graph.replay()
         eager = run(implementation, args)
         assert torch.equal(o, eager[0]) and torch.equal(state, eager[1])
@@ -442,6 +502,33 @@ def test_more_elements_than_32_bits_count(implementation):
     ref = expected(arguments(tail, use_qk_l2norm=True))
     assert_close(o[:, -1000:, -1:], ref[0][:, -1000:])
     assert_close(state[:, -1:], ref[1], torch.bfloat16)
+
+
+@pytest.mark.gpu
+@compiled
+def test_operator_and_compiled_function():
+    """opcheck of the operator, and one graph, where the portable kernels serve."""
+    dispatch, ops = submodule("runtime.dispatch"), submodule("gdn.ops_train")
+    kernel = load_package()
+    x = gdn_inputs(1, 2200, 2, 2, 64, 64, torch.bfloat16, "cuda")
+    state = x.pop("initial_state")
+    first = (*x.values(), None, None)
+    options = submodule("gdn.call").GdnOptions(0.125, use_qk_l2norm=True, output_final_state=True)
+
+    def call(q, k, v, g, beta):
+        return kernel.chunk_gated_delta_rule(
+            q, k, v, g, beta, initial_state=state, output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )  # fmt: skip
+
+    with torch.no_grad(), dispatch.force("portable"):
+        checks = ("test_schema", "test_faketensor")
+        for found, rows in ((ops.CHUNK, None), (ops.CHUNK_IN_POOL, torch.tensor([0]).cuda())):
+            args = (*first, state, rows, None, *options)
+            torch.library.opcheck(found.op, args, test_utils=checks)
+        eager = call(*first[:5])
+        compiled_ = torch.compile(call, fullgraph=True, backend="aot_eager")(*first[:5])
+    assert all(relative_error(a, b) == 0 for a, b in zip(compiled_, eager))
 
 
 def test_supports():

@@ -9,7 +9,7 @@ import torch
 from conftest import TOLERANCE, computed, relative_error, submodule
 from interpreter import INTERPRETING, compiled, interpreted, test_in_the_interpreter  # noqa: F401
 
-calls, reference = submodule("gdn.call"), submodule("gdn.reference.replay")
+calls = submodule("gdn.call")
 recurrent = submodule("gdn.reference.recurrent")
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 NAN = float("nan")
@@ -96,16 +96,14 @@ class Decoding:
         return by(self.kernels, "gdn_replay_fwd", call)
 
     def advance(self, accepted=None, force=None):
-        sizes = (self.ring.k.shape[2], self.ring.max_tokens, self.null)
-        rest = (accepted, force, self.rows, *sizes)
-        want = reference.gdn_ring_advance(self.cursor.clone(), *rest)
-        self.advance_by(self.kernels, accepted, force)
+        want = self.cursor.clone()
+        self.advance_by(False, accepted, force, want)
+        self.advance_by(self.kernels, accepted, force, self.cursor)
         assert torch.equal(self.cursor, want)
 
-    def advance_by(self, kernels, accepted, force=None):
+    def advance_by(self, kernels, accepted, force, cursor):
         options = calls.AdvanceOptions(self.ring.max_tokens, self.null)
-        ring = self.ring[:3]
-        call = calls.RingAdvance(self.cursor, accepted, force, self.rows, *ring, options)
+        call = calls.RingAdvance(cursor, accepted, force, self.rows, *self.ring[:3], options)
         by(kernels, "gdn_ring_advance", call)
 
     def materialise(self, inplace=False):
@@ -349,20 +347,18 @@ def every_token(tokens, state):
 
 
 def replayed(tokens, state):
-    """The same by replay_gated_delta_rule's reference, with a ring of 16 rows."""
+    """The same by replay_gated_delta_rule, with a ring of 16 rows."""
     (_, T, H, D), dtype = tokens[0].shape, tokens[0].dtype
     pool, cursor = torch.zeros(1, H, D, D, dtype=state), torch.zeros(1, 2, dtype=torch.int32)
-    ring = submodule("gdn.api_replay").make_ring(pool, H, dtype)
-    options, outputs = calls.ReplayOptions(D**-0.5, True), []
+    api, outputs = submodule("gdn.api_replay"), []
+    ring = api.make_ring(pool, H, dtype)
     for t in range(T):
         now = [x[:, t : t + 1] for x in tokens]
-        call = calls.ReplayCall(
-            *now, None, None, pool, *ring[:3], cursor, None, None, None, options
-        )  # fmt: skip
-        outputs.append(reference.gdn_replay_fwd(call))
-        reference.gdn_ring_advance(cursor, None, None, None, 16, 1, -1)
-    last = reference.gdn_ring_materialise(pool, *ring[:3], cursor, None, -1, False)
-    return torch.cat(outputs, 1), last
+        outputs.append(api.replay_gated_delta_rule(
+            *now, pool, ring, cursor, use_qk_l2norm_in_kernel=True
+        ))  # fmt: skip
+        api.advance_ring(cursor, ring)
+    return torch.cat(outputs, 1), api.materialise_ring(pool, ring, cursor)
 
 
 @compiled
@@ -552,7 +548,7 @@ class TestCompiled(Kernel):
 
         def step(of):
             o = of.replay(fixed)
-            of.advance_by(True, accepted)
+            of.advance_by(True, accepted, None, of.cursor)
             return o
 
         for _ in range(20):

@@ -131,29 +131,6 @@ def test_where_no_plan_serves():
     assert module.fast_path_ok()
 
 
-def test_a_check_that_was_passed():
-    """A passed check is skipped for calls that match, and made for all others."""
-    made = []
-
-    @submodule("runtime.checks").remembered
-    def check(*args):
-        made.append(args)
-        if args[0] is None or args[-1] == "wrong":
-            raise ValueError
-
-    x, y = torch.randn(2, 3), torch.randn(3)
-    for args in ((x, 1, y), (x.clone(), 1, y), (x, y, 1), (x, 1, y), (x, 1.0, y), (x, None, y)):
-        check(*args)
-    assert len(made) == 4
-    for args in ((None, 1), (x, "wrong"), (x, "wrong")):
-        with pytest.raises(ValueError):
-            check(*args)
-    assert len(made) == 7
-    check(x, [1])  # what cannot be hashed
-    check(x, [1])
-    assert len(made) == 9
-
-
 def far_apart(x):
     """The same values with the last dimension's elements two apart."""
     return torch.stack([x, x], -1)[..., 0]

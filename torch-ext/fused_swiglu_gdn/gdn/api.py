@@ -119,8 +119,11 @@ def chunk_gated_delta_rule(
     settings = (use_gate_in_kernel, chunk_size, recompute)
     if has_initial_state is not None or not inplace_final_state:
         inplace = bool(inplace_final_state)
-        call = _checked(tensors, options, settings, inplace)
-        tensors = ops.started(tensors, call, has_initial_state, inplace, cp_context)
+        known = inplace and cp_context is None
+        if not known or CHUNK_IN_POOL.find(tensors, (*options, *settings), True) is None:
+            call = _checked(tensors, options, settings, inplace)
+            checks.pool_of_prompts(call, has_initial_state, cp_context)
+        tensors = ops.started(tensors, has_initial_state, inplace)
     if cp_context is not None:
         call = GdnCall(*tensors, GdnOptions(*options, not recompute and needs_grad(tensors)))
         lengths = lengths_alone(call, cp_context)

@@ -25,7 +25,6 @@ from ..runtime.checks import (
     may_be_written,
     names_rows,
     readable,
-    remembered,
 )
 from ..runtime.ops import needs_grad
 from .call import GdnCall, GdnOptions, RecurrentCall, RecurrentOptions
@@ -47,7 +46,6 @@ def gated_delta_rule(call, use_gate_in_kernel: bool, written: bool = True) -> No
         names_rows("state_indices", call.state_indices, rows, null, written)
 
 
-@remembered
 def _shapes(call, use_gate_in_kernel) -> None:
     sizes, q = {}, call.q
     has_shape("q", q, "B T H K", sizes)
@@ -164,8 +162,13 @@ def pool_of_prompts(call, kept, cp_context) -> None:
             raise ValueError("inplace_final_state must be True when cp_context is given, got False")
         kind = type(kept).__name__
         raise ValueError(f"has_initial_state must be None when cp_context is given, got {kind}")
+
+
+def has_initial_state(kept, indices: torch.Tensor) -> None:
+    """Checks the flags of sequences, with indices [N] of a checked call."""
     if kept is not None:
-        has_form("has_initial_state", kept, "N", {"N": call.N}, "q", call.q, (torch.bool,))
+        sizes = {"N": indices.shape[0]}
+        has_form("has_initial_state", kept, "N", sizes, "q", indices, (torch.bool,))
 
 
 def checkpoint_every(value: object) -> None:

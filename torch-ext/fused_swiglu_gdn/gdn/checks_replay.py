@@ -146,58 +146,42 @@ def _replay(call: ReplayCall) -> None:
         is_written("out", call.out, "v", call.v)
 
 
-def _advance(call: RingAdvance) -> None:
-    (cursor, accepted, force_flush, state_indices, *_), ring = call, call.ring
+def advance(call: RingAdvance) -> RingAdvance:
+    """Checks a call of advance_ring."""
+    call = call._replace(options=AdvanceOptions(*call.options))
+    cursor, accepted, force_flush, state_indices, *_, (max_tokens, null_index) = call
+    is_null_index(null_index)
     is_tensor("cursor", cursor)
-    sizes = _ring(ring, cursor, "cursor")
+    sizes = _ring(call.ring, cursor, "cursor")
     _cursor(cursor, sizes, cursor, "cursor")
     sizes["N"] = cursor.shape[0]
     _of_sequences(
         sizes, cursor, "cursor", num_accepted_tokens=accepted, force_flush=force_flush,
         state_indices=state_indices,
     )  # fmt: skip
-    if (accepted is None) != (ring.max_tokens == 1):
-        needed = "be None" if ring.max_tokens == 1 else "be given"
+    if (accepted is None) != (max_tokens == 1):
+        needed = "be None" if max_tokens == 1 else "be given"
         raise ValueError(
-            f"num_accepted_tokens must {needed} where ring's max_tokens is {ring.max_tokens}"
+            f"num_accepted_tokens must {needed} where ring's max_tokens is {max_tokens}"
         )
-
-
-def advance(call: RingAdvance) -> RingAdvance:
-    cursor, accepted, _, state_indices, *_ = call
-    call = call._replace(options=AdvanceOptions(*call.options))
-    max_tokens, null_index = call.options
-    is_null_index(null_index)
-    _advance(call)
-    _is_within(cursor, call.ring_g.shape[2], max_tokens)
+    _is_within(cursor, sizes["R"], max_tokens)
     if readable(accepted) and accepted.numel():
         if accepted.min() < 0 or accepted.max() > max_tokens:
             raise ValueError(
                 f"num_accepted_tokens must be {between(0, max_tokens)}, got {accepted.tolist()}"
             )
     if state_indices is not None:
-        names_rows("state_indices", state_indices, call.ring_g.shape[0], null_index)
+        names_rows("state_indices", state_indices, sizes["P"], null_index)
     return call
 
 
 def materialise(call: RingMaterialise) -> RingMaterialise:
-    state, _, _, ring_g, cursor, state_indices, _ = call
+    """Checks a call of materialise_ring."""
     call = call._replace(options=MaterialiseOptions(*call.options))
-    max_tokens, null_index, inplace = call.options
+    state, _, _, _, cursor, state_indices, (max_tokens, null_index, inplace) = call
     is_null_index(null_index)
     are_flags(inplace=inplace)
     checks.forward_only("materialise_ring", HELP, state=state)
-    _materialise(call)
-    if inplace:
-        has_memory("state", state)
-    _is_within(cursor, ring_g.shape[2], max_tokens)
-    if state_indices is not None:
-        names_rows("state_indices", state_indices, state.shape[0], null_index)
-    return call._replace(options=call.options._replace(inplace=bool(inplace)))
-
-
-def _materialise(call: RingMaterialise) -> None:
-    state, _, _, _, cursor, state_indices, _ = call
     is_tensor("state", state)
     sizes = _ring(call.ring, state, "state")
     has_shape("state", state, "P HV V K", sizes)
@@ -208,3 +192,9 @@ def _materialise(call: RingMaterialise) -> None:
     _cursor(cursor, sizes, state, "state")
     sizes["N"] = cursor.shape[0]
     _of_sequences(sizes, state, "state", state_indices=state_indices)
+    if inplace:
+        has_memory("state", state)
+    _is_within(cursor, sizes["R"], max_tokens)
+    if state_indices is not None:
+        names_rows("state_indices", state_indices, sizes["P"], null_index)
+    return call._replace(options=call.options._replace(inplace=bool(inplace)))

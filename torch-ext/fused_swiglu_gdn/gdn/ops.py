@@ -20,14 +20,14 @@ CLEAR = Operation(
 )  # fmt: skip
 
 
-def started(tensors: tuple, call, kept: Optional[Tensor], inplace: bool, cp_context) -> tuple:
-    """The tensors of a chunked call whose sequences start from zeros where kept[n] is false.
+def started(tensors: tuple, kept: Optional[Tensor], inplace: bool) -> tuple:
+    """The tensors of a checked chunked call whose sequences start from zeros where kept[n] is
+    false.
 
-    call: the same call, checked. inplace: in rows of the pool; else in copies, and the pool is
-    left unchanged.
+    inplace: in rows of the pool; else in copies, and the pool is left unchanged.
     """
-    checks.pool_of_prompts(call, kept, cp_context)
-    pool, rows = call.initial_state, call.state_indices
+    pool, rows = tensors[7:9]
+    checks.has_initial_state(kept, rows)
     if inplace:
         CLEAR((pool, rows, kept))
     else:

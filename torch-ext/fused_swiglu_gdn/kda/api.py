@@ -5,6 +5,7 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
+from ..gdn.checks import pool_of_prompts
 from ..gdn.ops import started
 from . import checks, ops
 from .call import KdaCall
@@ -127,8 +128,10 @@ def chunk_kda(
     )  # fmt: skip
     if has_initial_state is not None or not inplace_final_state:
         inplace = bool(inplace_final_state)
-        call = checks.chunk(KdaCall(*checks.flat(*tensors), options), inplace)
-        tensors = started(tensors, call, has_initial_state, inplace, None)
+        if not inplace or ops.CHUNK_IN_POOL.find(tensors, options, True) is None:
+            call = checks.chunk(KdaCall(*checks.flat(*tensors), options), inplace)
+            pool_of_prompts(call, has_initial_state, None)
+        tensors = started(tensors, has_initial_state, inplace)
     operation = ops.CHUNK if state_indices is None else ops.CHUNK_IN_POOL
     o, state, checkpoints = operation(tensors, options)
     if state_indices is not None:

@@ -1,54 +1,14 @@
 """Argument checks that rooms share. A message says which argument, what was expected and what
 came."""
 
-import contextlib
-import functools
-import itertools
 import sys
-from typing import Callable, Dict, Iterable, Optional, Sequence
+from typing import Dict, Iterable, Optional, Sequence
 
 import torch
-
-from .cache import CallCache
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INDICES = (torch.int32, torch.int64)
 LARGEST = sys.float_info.max
-
-
-def remembered(check: Callable) -> Callable:
-    """Wraps a check so that it is skipped for calls with the same facts as one that passed.
-
-    The checks of a decoding step cost more than its kernel. A check that reads values of a tensor
-    may not be wrapped (runtime/cache.py).
-    """
-    passed = CallCache()
-
-    @functools.wraps(check)
-    def wrapper(*args) -> None:
-        if torch.compiler.is_compiling():
-            return check(*args)
-        flat = _flat(args)
-        places = tuple([isinstance(x, torch.Tensor) for x in flat])
-        tensors = tuple(itertools.compress(flat, places))
-        options = (places, *[x for x, is_tensor in zip(flat, places) if not is_tensor])
-        if not tensors or passed.find(tensors, options) is None:
-            check(*args)
-            if tensors:
-                with contextlib.suppress(TypeError):  # a value that cannot be hashed: refused later
-                    passed.keep(tensors, options, True)
-        return None
-
-    wrapper.passed = passed
-    return wrapper
-
-
-def _flat(args: tuple) -> list:
-    """Flattens arguments: the fields of tuples and calls take the place of the tuple."""
-    found = []
-    for x in args:
-        found += _flat(x) if isinstance(x, tuple) else [x]
-    return found
 
 
 def is_tensor(name: str, x: object) -> None:
@@ -230,7 +190,7 @@ def is_null_index(value: object) -> None:
 def may_be_written(**tensors: Optional[torch.Tensor]) -> None:
     """Checks that no tensor is a leaf that requires a gradient, or a view of one.
 
-    Results of other operations pass. The check depends on grad mode and is not remembered.
+    Results of other operations pass. The check depends on grad mode.
     """
     if not torch.is_grad_enabled():
         return

@@ -15,13 +15,13 @@ Sizes: N sequences, T tokens, H and HV heads, K and V head dims, P rows of state
 rows of tokens in a ring, m of them in use.
 """
 
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...runtime.dtypes import at_least_fp32
-from ..call import ReplayCall
+from ..call import ReplayCall, RingAdvance, RingMaterialise
 from .common import negative, prepare_inputs, without_autocast, write_pool
 
 
@@ -108,15 +108,13 @@ def gdn_replay_fwd(call: ReplayCall) -> Tensor:
         write_pool(call.initial_state, flushed, S)
     o = torch.stack(outputs, 1) if outputs else v
     o = o.to(call.q.dtype).masked_fill(~alive.view(-1, 1, 1, 1), 0.0)
-    return o if call.out is None else call.out.copy_(o)
+    return o.contiguous() if call.out is None else call.out.copy_(o)
 
 
-def gdn_ring_advance(
-    cursor: Tensor, accepted: Optional[Tensor], force_flush: Optional[Tensor],
-    state_indices: Optional[Tensor], R: int, max_tokens: int, null_index: int = -1,
-) -> Tensor:  # fmt: skip
+def gdn_ring_advance(call: RingAdvance) -> None:
     """Updates the cursor after a call, in place."""
-    first, count = cursor.unbind(1)
+    cursor, accepted, force_flush, state_indices, *_, (max_tokens, null_index) = call
+    R, (first, count) = call.ring_g.shape[2], cursor.unbind(1)
     flush = is_full(count, R, max_tokens)
     if force_flush is not None:
         flush = flush | force_flush
@@ -130,16 +128,13 @@ def gdn_ring_advance(
         )
     if state_indices is not None:
         new = torch.where((state_indices > max(null_index, -1))[:, None], new, cursor)
-    return cursor.copy_(new)
+    cursor.copy_(new)
 
 
 @without_autocast
-def gdn_ring_materialise(
-    state: Tensor, ring_k: Tensor, ring_u: Tensor, ring_g: Tensor, cursor: Tensor,
-    state_indices: Optional[Tensor], null_index: int, inplace: bool,
-) -> Tensor:  # fmt: skip
+def gdn_ring_materialise(call: RingMaterialise) -> Tensor:
     """The states with all tokens of the ring: [N, HV, V, K], or their rows of `state`, in place."""
+    state, *ring, cursor, state_indices, (_, null_index, inplace) = call
     wide = at_least_fp32(state[:0]).dtype
-    rows = negative(state_indices, null_index)
-    held = _held(state, ring_k, ring_u, ring_g, cursor, rows, wide)
-    return write_pool(state, held.rows, held.state) if inplace else held.state
+    held = _held(state, *ring, cursor, negative(state_indices, null_index), wide)
+    return write_pool(state, held.rows, held.state) if inplace else held.state.contiguous()
