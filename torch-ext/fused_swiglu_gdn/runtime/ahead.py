@@ -28,18 +28,15 @@ def compiled_ahead() -> Iterator[None]:
     when all kernels are compiled.
     """
     here, met = threading.get_ident(), set()
-    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
+    with _compilers() as pool:
 
         def take(launch: Launch, tensors: tuple) -> bool:
             if threading.get_ident() != here:
                 return False
-            if not met and launch.device.type == "cuda":
-                driver.active.get_current_device()  # Triton's driver is made by one thread
             key = launch.key(tensors)
-            if key not in met and 0 not in launch.grid and launch.kept(tensors) is None:
+            if key not in met and _is_missing(launch, tensors):
                 met.add(key)
-                # no memory waits for the compiler
-                pool.submit(_compile, launch, [None if x is None else _place(x) for x in tensors])
+                _submit(pool, launch, tensors)
             return True
 
         with watched(take):
@@ -69,20 +66,30 @@ def compiled_together() -> Iterator[None]:
         yield
     missing = {}
     for launch, tensors in waiting:
-        if 0 not in launch.grid and launch.kept(tensors) is None:
+        if _is_missing(launch, tensors):
             missing[launch.key(tensors)] = launch, tensors
     if len(missing) > 1:
-        if any([launch.device.type == "cuda" for launch, _ in waiting]):
-            driver.active.get_current_device()  # Triton's driver is made by one thread
-        with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
+        with _compilers() as pool:
             for launch, tensors in missing.values():
-                pool.submit(_compile, launch, [None if x is None else _place(x) for x in tensors])
+                _submit(pool, launch, tensors)
     for launch, tensors in waiting:
         launch(*tensors)
 
 
-def _place(x) -> RawPointer:
-    return RawPointer(x.data_ptr(), x.dtype)
+def _compilers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1))
+
+
+def _is_missing(launch: Launch, tensors: tuple) -> bool:
+    return 0 not in launch.grid and launch.kept(tensors) is None
+
+
+def _submit(pool: ThreadPoolExecutor, launch: Launch, tensors: tuple) -> None:
+    """Has a thread compile a launch; no memory waits for it."""
+    if launch.device.type == "cuda":
+        driver.active.get_current_device()  # Triton's driver is made by one thread
+    places = [None if x is None else RawPointer(x.data_ptr(), x.dtype) for x in tensors]
+    pool.submit(_compile, launch, places)
 
 
 def _compile(launch: Launch, places: list) -> None:

@@ -1,4 +1,4 @@
-"""Caches of plans and checks from call to call, and bounds on their size.
+"""Caches of plans from call to call, and bounds on their size.
 
 A short call costs the host more than the GPU. A call that passed the checks and found its kernel
 and launches keeps them for later calls with the same facts.
@@ -15,7 +15,7 @@ from . import dispatch
 
 try:
     from torch._C._dynamo.guards import TensorGuards
-except ImportError:  # another torch
+except ImportError:  # another torch: nothing is kept
     TensorGuards = None
 
 _grad_enabled = torch.is_grad_enabled
@@ -51,27 +51,6 @@ class Bound:
         self.holders.add(holder)
 
 
-class _Facts:
-    """The comparison that TensorGuards makes, except for modes of torch; used where torch lacks
-    them."""
-
-    def __init__(self, *tensors: torch.Tensor, dynamic_dims_sizes=None, dynamic_dims_strides=None):
-        self.facts = self._of(tensors)
-        self.sizes = dynamic_dims_sizes or [list(x.shape) for x in tensors]
-        self.strides = dynamic_dims_strides or [list(x.stride()) for x in tensors]
-
-    @staticmethod
-    def _of(tensors) -> list:
-        return [(type(x), x.ndim, x.dtype, x.device, x.requires_grad) for x in tensors]
-
-    def check(self, *tensors) -> bool:
-        if not all(isinstance(x, torch.Tensor) for x in tensors) or self.facts != self._of(tensors):
-            return False
-        known = [n for each in (*self.sizes, *self.strides) for n in each]
-        found = [n for x in tensors for n in x.shape] + [n for x in tensors for n in x.stride()]
-        return all([n is None or n == m for n, m in zip(known, found)])
-
-
 class _Repeated:
     """Guards for a call that passes one tensor object several times, which TensorGuards always
     reject."""
@@ -105,9 +84,7 @@ class _Varying:
             sizes.append([None if i == dim else n for i, n in enumerate(x.shape)])
             before = 0 if dim is None else dim
             strides.append([None if i < before else n for i, n in enumerate(x.stride())])
-        self.guards = (TensorGuards or _Facts)(
-            *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
-        )
+        self.guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
         first, *self.others = [(i, dim) for i, dim in enumerate(dims) if dim is not None]
         self.place, self.dim = first
 
@@ -128,8 +105,6 @@ def _guards(*tensors: torch.Tensor, dims: Optional[list] = None):
         sizes = {x.shape[dim] for x, dim in zip(tensors, dims) if dim is not None}
         if len(sizes) == 1 and min(sizes) > 1:
             return _Varying(tensors, dims)
-    if TensorGuards is None:
-        return _Facts(*tensors)
     if repeated:
         return _Repeated(*tensors)
     return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
@@ -150,7 +125,7 @@ def _autocast_dtype(x: torch.Tensor) -> Optional[torch.dtype]:
 
 
 class CallCache:
-    """A cache of one value (a plan, or True for passed checks) for each set of facts of a call.
+    """A cache of one value, such as a plan, for each set of facts of a call.
 
     Two calls match if they have as many tensors, the same ones None, the same facts of the others
     (type, sizes, strides, dtype, device, requires_grad, active modes of torch), equal options of
@@ -195,8 +170,8 @@ class CallCache:
 
     def keep(self, tensors: tuple, options: tuple, value: Any) -> Any:
         """Stores a value for a call that find() missed, unless it is None, and returns it."""
-        if value is None:
-            return None
+        if value is None or TensorGuards is None:
+            return value
         if self._count >= MOST:
             self.cache_clear()
         key = (len(tensors), tensors[0].shape, options, torch.is_grad_enabled())
@@ -213,11 +188,6 @@ class CallCache:
         self._count += len(others) < self._alike
         return value
 
-    def get(self, make: Callable, tensors: tuple, options: tuple) -> Any:
-        """Returns the value of a matching call, or stores and returns make(*tensors, *options)."""
-        value = self.find(tensors, options)
-        return self.keep(tensors, options, make(*tensors, *options)) if value is None else value
-
     def cache_clear(self) -> None:
         self._rows.clear()
         self._count = 0
@@ -232,7 +202,7 @@ def fast_path_ok() -> bool:
     That excludes tracing, recording, a forced implementation and modes that torch's guards do not
     see, such as FakeTensorMode and forward-mode derivatives.
     """
-    if dispatch.forced is not None or dispatch.records or TensorGuards is None:
+    if dispatch.forced is not None or dispatch.records:
         return False
     if forward_ad._current_level >= 0 or torch.compiler.is_dynamo_compiling():
         return False
