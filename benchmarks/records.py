@@ -19,6 +19,7 @@ PEERS = {  # name in a record -> name on the page, and the package whose version
     "aiter": ("aiter", "aiter"),
     "compile": ("torch.compile", None),
     "copy": ("a copy of as many bytes", None),
+    "cudnn": ("cuDNN frontend", "nvidia-cudnn-frontend"),
     "eager": ("eager torch", None),
     "fla": ("FLA", "fla-core"),
     "flashinfer": ("FlashInfer", "flashinfer-python"),

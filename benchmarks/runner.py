@@ -30,7 +30,7 @@ DEVICE = "cuda"
 SECONDS = {"--seconds": {"type": float, "default": math.inf, "help": "begin no row after so many"}}
 VERSIONS = (
     *("fla-core", "flashinfer-python", "flash-qla", "tilelang", "aiter"),
-    *("liger-kernel", "sonic-moe", "transformers", "peft", "gguf"),
+    *("liger-kernel", "sonic-moe", "transformers", "peft", "gguf", "nvidia-cudnn-frontend"),
 )
 NO_OPTIONS = ("--json", "--wait-for", "--gguf")  # where a file lies is no part of a command
 
