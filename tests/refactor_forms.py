@@ -4,6 +4,7 @@ should compute the same. One that does not apply to a class raises Inapplicable.
 import ast
 import copy
 import random
+from textwrap import indent
 from typing import Callable, Dict, List, Optional
 
 from refactor_cases import Unit
@@ -458,70 +459,38 @@ def values_renamed(unit):
 
 # ---------------------------------------------------------------------------- decorators
 
+PASSED_ON = "return function(*args, **kwargs)"
+OF_SELF = PASSED_ON.replace("(*", "(self, *")
+LOGS = "logger = transformers_logging.get_logger(__name__)\n"
+WRAPPER = """
+def traced(function):
+    @functools.wraps(function)
+    def wrapper({arguments}):
+{body}
+    return wrapper
+"""
+
+
+def wrapper(body: str, arguments: str = "*args, **kwargs") -> str:
+    return WRAPPER.format(arguments=arguments, body=indent(body, " " * 8))
+
+
 WRAPPERS = {
-    "pass_through": """
-def traced(function):
-    @functools.wraps(function)
-    def wrapper(*args, **kwargs):
-        return function(*args, **kwargs)
-    return wrapper
-""",
-    "pass_through_with_self": """
-def traced(method):
-    @functools.wraps(method)
-    def inner(self, *args, **kwargs):
-        outputs = method(self, *args, **kwargs)
-        return outputs
-    return inner
-""",
-    "pass_through_that_logs": """
-logger = transformers_logging.get_logger(__name__)
-
-def traced(function):
-    @functools.wraps(function)
-    def wrapper(*args, **kwargs):
-        logger.debug("called")
-        return function(*args, **kwargs)
-    return wrapper
-""",
-    "pass_through_with_options": """
-def traced(name=None, enabled=True):
-    def decorate(function):
-        @functools.wraps(function)
-        def wrapper(self, *args, **kwargs):
-            return function(self, *args, **kwargs)
-        return wrapper
-    return decorate
-""",
-    "drops_an_unknown_word": """
-def traced(function):
-    @functools.wraps(function)
-    def wrapper(*args, **kwargs):
-        kwargs.pop("output_router_logits", None)
-        return function(*args, **kwargs)
-    return wrapper
-""",
-    "wrapper_with_a_context": """
-def traced(function):
-    @functools.wraps(function)
-    def wrapper(self, *args, **kwargs):
-        with torch.profiler.record_function("forward"):
-            return function(self, *args, **kwargs)
-    return wrapper
-""",
-    "wrapper_that_times": """
-import time
-logger = transformers_logging.get_logger(__name__)
-
-def traced(function):
-    @functools.wraps(function)
-    def wrapper(*args, **kwargs):
-        start = time.perf_counter()
-        result = function(*args, **kwargs)
-        logger.debug("took %s", time.perf_counter() - start)
-        return result
-    return wrapper
-""",
+    "pass_through": wrapper(PASSED_ON),
+    "pass_through_with_self":
+        wrapper(f"outputs = {OF_SELF[7:]}\nreturn outputs", "self, *args, **kwargs"),
+    "pass_through_that_logs": LOGS + wrapper("logger.debug('called')\n" + PASSED_ON),
+    "pass_through_with_options":
+        "def traced(name=None, enabled=True):\n"
+        + indent(wrapper(OF_SELF, "self, *args, **kwargs").replace("traced", "decorate"), " " * 4)
+        + "    return decorate",
+    "drops_an_unknown_word": wrapper("kwargs.pop('output_router_logits', None)\n" + PASSED_ON),
+    "wrapper_with_a_context": wrapper(
+        "with torch.profiler.record_function('forward'):\n    " + OF_SELF,
+        "self, *args, **kwargs"),
+    "wrapper_that_times": "import time\n" + LOGS + wrapper(
+        "start = time.perf_counter()\n" + PASSED_ON.replace("return", "result =")
+        + "\nlogger.debug('took %s', time.perf_counter() - start)\nreturn result"),
     "wrapped_after_the_class": """
 def traced(cls):
     original_forward = cls.forward
@@ -531,12 +500,9 @@ def traced(cls):
     cls.forward = forward
     return cls
 """,
-    "identity_decorator": """
-def traced(function):
-    function.is_traced = True
-    return function
-""",
-}
+    "identity_decorator":
+        "def traced(function):\n    function.is_traced = True\n    return function",
+}  # fmt: skip
 
 
 def traced(unit, text: str) -> None:
@@ -1021,21 +987,6 @@ for _name, _texts in SPELLINGS.items():
     refactor(lambda u, texts=_texts: activation_as(u, texts), name=_name, kinds=("mlp", "experts"))
 
 
-@refactor
-def nn_functional_for_torch(unit):
-    """Another way to the same function."""
-    other = {"F": "torch.nn.functional", "torch.nn.functional": "F", "nn.functional": "F"}
-
-    def change(node):
-        home, name = call_parts(node)
-        if home in other:
-            node.func = expression(f"{other[home]}.{name}")
-            return node
-        return None
-
-    each(unit, ast.Call, change)
-
-
 # what is not always computed, or not once
 LAZY = (ast.IfExp, ast.Lambda, ast.GeneratorExp, ast.ListComp, ast.BoolOp)
 
@@ -1327,12 +1278,6 @@ def kwargs_to_the_cache(unit):
     need(kwargs)
     for call in updates(unit):
         call.keywords.append(ast.keyword("kwargs", load(kwargs.arg)))
-
-
-@refactor(kinds=("attention",))
-def as_in_5_24(unit):
-    kwargs_to_the_cache(unit)
-    cache_renamed_deprecated(unit)
 
 
 @refactor(kinds=("attention",))

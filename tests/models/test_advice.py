@@ -33,7 +33,6 @@ REASONS = {  # as rows have them, and a word of what to do
     "its class has a __call__ of its own": "undo the other patch",
     "its experts implementation was set to batched_mm": "grouped_mm",
     "it drops values out: it has dropout and is in training": "model.eval()",
-    'only=["kda"] serves it, not a call without': "name the kind",
     "its widths, 36 and 48, are not multiples of 8": "sizes",
     "its 4 output features are no multiple of 16, or less than 128": "sizes",
     "no CUDA graph: it cannot generate": "docs/decoding.md",

@@ -65,7 +65,7 @@ def kernelize(
             mode replaces the same modules.
         only, skip: kinds of modules to replace, or not to: "mlp", "gdn", "kda" (Kimi Delta
             Attention layers), "norm", "attention", "layer" (decoder layers), "linear" (FP8Linear),
-            "experts", "loss" (of language models). All but "kda" by default.
+            "experts", "loss" (of language models). All of them by default.
         loss: in training steps the loss of a language model is made without its logits, by Liger,
             where liger-kernel is installed and the loss is the same; any use of `output.logits` is
             an error there (docs/training.md).

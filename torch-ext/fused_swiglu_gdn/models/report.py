@@ -153,7 +153,6 @@ ADVICE = (
      "undo the other patch, or leave these modules to it"),
     (r"implementation was set to", 'set the experts implementation to "grouped_mm" or "eager"'),
     (r"dropout and is in training", "set its dropout to 0, or call model.eval()"),
-    (r'only=\["', "name the kind in only=[..] to replace it"),
     (r"multiples? of|head dims? (are|is) above|taps",
      "nothing to do, the kernels do not have these sizes"),
     (r"StaticCache|cache_implementation|cannot generate|no replay|no CUDA graph|encoder and a",
