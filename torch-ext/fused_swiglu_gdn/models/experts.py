@@ -35,6 +35,7 @@ from .reader import Source, read_method
 from .report import Row
 from .serving import BEFORE, is_of_transformers, named_modules, say_once, why_not_on
 from .stand_ins import quiet
+from .trial import while_unchanged
 
 NAME = "fused_swiglu_gdn"
 STACKED = frozenset(("gate_up_proj", "up_proj"))  # weights of experts, of all of them in one
@@ -139,26 +140,23 @@ _loops: Dict[type, Callable] = {}  # over the experts, as the classes have it
 def form_of(kind: type) -> Union[Form, str]:
     """The form of a class's experts, or why it is not served: a constant while tracing."""
     functions = kind.forward, getattr(kind, "_apply_gate", None)
-    found = _forms.get(kind)
-    if found is None or found[0] != functions or not all([pin.unchanged() for pin in found[2]]):
-        found = _forms[kind] = (functions, *_find_form(kind))
-    return found[1]
+    return while_unchanged(_forms, kind, functions, _find)
 
 
-def _find_form(kind: type) -> Tuple[Union[Form, str], Tuple[Pinned, ...]]:
+def _find(kind: type) -> Tuple[Union[Form, str], Tuple[Pinned, ...]]:
     try:
         from transformers.integrations import moe
     except ImportError:
-        return "transformers has no experts implementations", ()
+        raise Refused("transformers has no experts implementations") from None
     try:
         names = inspect.getclosurevars(kind.forward).nonlocals
     except TypeError:
         names = {}
     if names.get("experts_interface") is not moe.ALL_EXPERTS_FUNCTIONS:
-        return "transformers does not choose the implementation of this class", ()
+        raise Refused("transformers does not choose the implementation of this class")
     _loops[kind] = names["original_forward"]
     if BY_NAME & names_in(names["original_forward"]):
-        return "its forward asks for attributes by their names", ()
+        raise Refused("its forward asks for attributes by their names")
     flags = {**FLAGS, **inspect.getclosurevars(kind.__init__).nonlocals}
     pinned = torchs_own(names["original_forward"])  # it is tried again when that has changed
     reason, gate = "its formula is another", None

@@ -22,9 +22,10 @@ from ..layers.own_code import Pinned, is_in_its_file, torchs_own
 from ..layers.plain import PLAIN_TENSORS, why_not_tensor
 from .code import Refused, source_of, spelled
 from .experts_trial import FLAGS, Form, computes
-from .fp8_linear import HOME, why_not_block, why_not_dtype, why_not_function
+from .fp8_linear import HOME, refuse_function, why_not_block, why_not_dtype
 from .serving import BEFORE, own_class, say_once, why_not_on
 from .stand_ins import quiet
+from .trial import while_unchanged
 
 _WIDE = "if weight.element_size() > 1:\n    return F.linear(input, weight, None)\n"
 LINEARS = (  # as FP8Linear's forwards
@@ -39,12 +40,11 @@ WEIGHTS = ("gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_sca
 class Fp8ExpertsForm(NamedTuple):
     """The class as it was recognised."""
 
-    pinned: Tuple[Pinned, ...]
     unset: Tuple[str, ...]  # attributes that its gate reads, which are to be None
     loop: Callable  # over the experts
 
 
-_forms: Dict[type, Tuple[tuple, Union[Fp8ExpertsForm, str]]] = {}
+_forms: Dict[type, tuple] = {}
 
 
 def is_fp8_experts(module: nn.Module) -> bool:
@@ -55,36 +55,26 @@ def is_fp8_experts(module: nn.Module) -> bool:
 
 def form_of_fp8(kind: type) -> Union[Fp8ExpertsForm, str]:
     """The form of FP8Experts, or why a class is not served."""
-    functions = kind.forward, kind._apply_gate, kind.linear
-    found = _forms.get(kind)
-    if found is None or found[0] != functions or not _still(found[1]):
-        found = _forms[kind] = (functions, _find_form(kind))
-    return found[1]
+    functions = kind.forward, kind._apply_gate, kind.linear, sys.modules[HOME].fp8_linear
+    return while_unchanged(_forms, kind, functions, _find)
 
 
-def _still(form: Union[Fp8ExpertsForm, str]) -> bool:
-    return not isinstance(form, str) and all([pin.unchanged() for pin in form.pinned])
-
-
-def _find_form(kind: type) -> Union[Fp8ExpertsForm, str]:
+def _find(kind: type) -> Tuple[Union[Fp8ExpertsForm, str], Tuple[Pinned, ...]]:
     home = sys.modules[HOME]
     if kind is not home.FP8Experts:
-        return f"is a {kind.__name__}, not FP8Experts: its class computes in a way of its own"
+        raise Refused(
+            f"is a {kind.__name__}, not FP8Experts: its class computes in a way of its own"
+        )
     try:
         names = inspect.getclosurevars(kind.forward).nonlocals
     except TypeError:
         names = {}
     chosen = names.get("experts_interface") is home.ALL_FP8_EXPERTS_FUNCTIONS
     if not chosen or not is_in_its_file(kind.forward, "transformers"):
-        return "transformers does not choose the implementation of this class"
-    try:
-        if spelled(source_of(kind.linear)) not in LINEARS:
-            return "its products are none that are known"
-    except Refused as why:
-        return str(why)
-    reason = why_not_function(home)
-    if reason is not None:
-        return reason
+        raise Refused("transformers does not choose the implementation of this class")
+    if spelled(source_of(kind.linear)) not in LINEARS:
+        raise Refused("its products are none that are known")
+    refuse_function(home)
     loop = inspect.unwrap(kind.forward)
     names = {*kind._apply_gate.__code__.co_names} - {"act_fn", *dir(torch.Tensor)}
     unset = tuple(sorted(names))
@@ -93,16 +83,16 @@ def _find_form(kind: type) -> Union[Fp8ExpertsForm, str]:
         **FLAGS, **dict.fromkeys(unset), "linear": kind.linear, "activation_scheme": SCHEME[1],
         "gate_up_proj_scale_inv": ones, "down_proj_scale_inv": ones,
     }  # fmt: skip
-    with quiet():
-        if not computes(kind, loop, Form(), FLAGS, **more):
-            return "its formula is another"
-    pinned = [torchs_own(f) for f in (loop, kind._apply_gate, kind.linear)]
+    pinned = tuple([torchs_own(f) for f in (loop, kind._apply_gate, kind.linear)])
     pinned[0].names += tuple(
         (vars(kind), name, vars(kind).get(name)) for name in ("_apply_gate", "linear")
     )
     pinned[0].codes += ((home.fp8_linear, home.fp8_linear.__code__),)
+    with quiet():
+        if not computes(kind, loop, Form(), FLAGS, **more):
+            return "its formula is another", pinned
     patched = next((pin.patched for pin in pinned if pin.patched), None)
-    return patched or Fp8ExpertsForm(tuple(pinned), unset, loop)
+    return patched or Fp8ExpertsForm(unset, loop), pinned
 
 
 def why_not_fp8_experts(module: nn.Module) -> Optional[str]:

@@ -15,11 +15,12 @@ from torch import nn
 from ..fp8.call import BLOCK, ROWS
 from ..fp8.ops import PRODUCT
 from ..layers.fp8 import SCHEME, Fp8Form, scheme_of
-from ..layers.own_code import is_in_its_file, torchs_own
+from ..layers.own_code import Pinned, is_in_its_file, torchs_own
 from ..layers.plain import why_not_tensor
 from ..layers.tensor_parallel import local, own_of_shards
 from .code import Refused, source_of, spelled
 from .serving import own_class
+from .trial import while_unchanged
 
 HOME = "transformers.integrations.finegrained_fp8"
 _WIDE = "if self.weight.element_size() > 1:\n    return F.linear(input, self.weight, self.bias)\n"
@@ -38,7 +39,7 @@ ARGUMENTS = (
     "allow_deepgemm",
 )  # fmt: skip
 
-_forms: Dict[type, Tuple[object, Union[Fp8Form, str]]] = {}
+_forms: Dict[type, tuple] = {}
 
 
 def is_fp8_linear(kind: type) -> bool:
@@ -57,41 +58,31 @@ def fp8_linear(module: nn.Module) -> Tuple[str, Optional[str], Optional[Fp8Form]
 
 def fp8_form(kind: type) -> Union[Fp8Form, str]:
     """The form of FP8Linear, or why a class is not served."""
-    found = _forms.get(kind)
-    if found is None or found[0] is not kind.forward or not _still(found[1]):
-        found = _forms[kind] = (kind.forward, _form(kind))
-    return found[1]
+    functions = kind.forward, sys.modules[HOME].fp8_linear
+    return while_unchanged(_forms, kind, functions, _find)
 
 
-def _still(form: Union[Fp8Form, str]) -> bool:
-    return not isinstance(form, str) and form.pinned.unchanged()
-
-
-def _form(kind: type) -> Union[Fp8Form, str]:
+def _find(kind: type) -> Tuple[Union[Fp8Form, str], Tuple[Pinned, ...]]:
     home = sys.modules[HOME]
     if kind is not home.FP8Linear:
-        return f"is a {kind.__name__}, not FP8Linear: its class multiplies in a way of its own"
-    try:
-        if spelled(source_of(kind.forward)) not in FORWARDS:
-            return "its forward is none that is known"
-    except Refused as why:
-        return str(why)
-    reason = why_not_function(home)
-    if reason is not None:
-        return reason
+        raise Refused(
+            f"is a {kind.__name__}, not FP8Linear: its class multiplies in a way of its own"
+        )
+    if spelled(source_of(kind.forward)) not in FORWARDS:
+        raise Refused("its forward is none that is known")
+    refuse_function(home)
     pinned = torchs_own(kind.forward)
     pinned.names += ((vars(kind), "forward", kind.forward),)
     pinned.codes += ((home.fp8_linear, home.fp8_linear.__code__),)
-    return pinned.patched or Fp8Form(kind, pinned)
+    return pinned.patched or Fp8Form(kind, pinned), (pinned,)
 
 
-def why_not_function(home: ModuleType) -> Optional[str]:
-    """Why the module's fp8_linear is not the known one, or None."""
+def refuse_function(home: ModuleType) -> None:
+    """Raises Refused if the module's fp8_linear is not the known one."""
     if not is_in_its_file(home.fp8_linear, "transformers"):
-        return "its forward calls fp8_linear, which is patched"
+        raise Refused("its forward calls fp8_linear, which is patched")
     if tuple(inspect.signature(home.fp8_linear).parameters) != ARGUMENTS:
-        return "its forward calls an fp8_linear of other arguments"
-    return None
+        raise Refused("its forward calls an fp8_linear of other arguments")
 
 
 def why_not_fp8(module: nn.Module) -> Optional[str]:
