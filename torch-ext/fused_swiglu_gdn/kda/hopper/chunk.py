@@ -17,6 +17,7 @@ from ...gdn.hopper.plan import (
 )
 from ...gdn.hopper.scan import gdn_scan_fwd_kernel
 from ...gdn.hopper.scheduler import LONE_LOOK_BACK, LOOK_BACK
+from ...runtime import device
 from ...runtime.dtypes import SERVED
 from ...runtime.gluon import tile_map
 from ...runtime.launch import Launch, aligned, by_alignment
@@ -46,9 +47,10 @@ def _made(call: KdaCall) -> Callable:
 class Scan:
     """The launches of the gated delta rule's scan for calls of one kind, one state warpgroup a CTA.
 
-    A sequence is cut where heads are few (docs/gdn_hopper.md). In two, or a short one, only where
-    its gates show that the state before has no effect: to find it would take as long as not to cut.
-    Gates without a bound hardly ever do.
+    A sequence is cut where heads are few (docs/gdn_hopper.md). In two only where its gates show
+    that the state before has no effect: to find it would take as long as not to cut. Raw gates
+    without a bound hardly ever do, and a pool's row is read by the first segment and written by the
+    last.
     """
 
     __slots__ = ("cuts", "warm", "transition", "carry", "kernel")
@@ -68,12 +70,13 @@ class Scan:
         every = max(options.checkpoint_every // CHUNK, 1)
         in_place = call.state_indices is not None
         facts = (N, call.T, HV, packed, v.device)
-        split, slots = count_slots(*facts)
-        found = split > 2
-        # a pool's row is read by the first segment and written by the last
-        alone = not in_place and (call.A_log is None or options.lower_bound is not None)
-        if not found:
-            split, slots = count_slots(*facts, fewest=2) if alone else (1, N)
+        most = device.multiprocessor_count(v.device.index) // (2 * HV)
+        split, slots = 1, N
+        if most > 2:
+            split, slots = count_slots(*facts)
+        elif not in_place and (call.A_log is None or options.lower_bound is not None):
+            split, slots = count_slots(*facts, fewest=2)
+        found = split > 1 and most > 2
         self.cuts = split, (LOOK_BACK if found else LONE_LOOK_BACK).value
 
         def launch(transition: int) -> Launch:
