@@ -83,7 +83,7 @@ def poisoned(*shapes, dtype, device):
 def check(x):
     """The kernel's output and states are the reference's; returns them."""
     ref_o, ref_state = reference.gdn_recurrent_fwd(call(wide(x)))
-    for tensor, dtype in ((x["v"], x["q"].dtype), (x["initial_state"], torch.float32)):
+    for tensor, dtype in ((x["v"], x["q"].dtype), (ref_state, torch.float32)):
         poisoned(tensor.shape, dtype=dtype, device=tensor.device)
     o, state = run(x)
     assert o.dtype == x["q"].dtype
@@ -156,11 +156,7 @@ class Kernel:
     @pytest.mark.parametrize("T", [0, 1, 2])
     def test_no_state(self, T):
         x = arguments(2, T, 1, 2, 16, 16, device=self.device)
-        x["initial_state"] = None
-        ref_o, ref_state = reference.gdn_recurrent_fwd(call(wide(x)))
-        o, state = run(x)
-        assert relative_error(o, ref_o) < 1e-5
-        assert relative_error(state, ref_state) < 1e-5
+        check({**x, "initial_state": None})
 
     def test_no_tokens_and_no_rows(self, v_first):
         check(arguments(2, 0, 1, 2, 16, 16, device=self.device, v_first=v_first))
@@ -204,41 +200,31 @@ class Kernel:
         others = [r for r in range(8) if r not in named]
         assert torch.equal(pool[others], before[others])
 
-    def test_pool_of_distant_rows(self):
-        """Rows of a pool may be far apart: other layers' states may lie between."""
-        x = arguments(2, 1, 1, 2, 16, 16, device=self.device, read=[1, 2], pool=4, inplace=True)
-        wider = torch.full((4, 3, 2, 16, 16), 7.0, device=self.device)
-        wider[:, 1] = x["initial_state"]
-        x["initial_state"] = wider[:, 1]
-        check(x)
-        assert (wider[:, 0] == 7.0).all() and (wider[:, 2] == 7.0).all()
-
     @pytest.mark.parametrize("T", [1, 2])
-    @pytest.mark.parametrize("layout", ["padded heads", "padded rows", "heads first", "rows first"])
-    def test_pool_of_distant_heads_and_rows(self, T, layout, v_first):
-        """Heads of a state, and rows of a head, may be apart and in any order."""
+    @pytest.mark.parametrize(
+        "layout", ["other layers", "padded heads", "padded rows", "heads first", "rows first"]
+    )
+    def test_pool_of_any_layout(self, T, layout, v_first):
+        """States of a pool, heads of a state, and rows of a head may be apart and in any order."""
         options = {"read": [2, -1, 1], "pool": 4, "inplace": True, "v_first": v_first, "raw": True}
         x = arguments(3, T, 1, 2, 16, 24, device=self.device, **options)
-        rows = x["initial_state"]
-        if layout == "padded heads":
-            wider = torch.full((4, 3, *rows.shape[2:]), 7.0, device=self.device)
-            x["initial_state"] = wider[:, :2].copy_(rows)
-        elif layout == "padded rows":
-            wider = torch.full((4, 2, rows.shape[2], 32), 7.0, device=self.device)
-            x["initial_state"] = wider[..., : rows.shape[3]].copy_(rows)
-        else:  # the pool is one of the inner dimensions
-            to = (1, 0, 2, 3) if layout == "heads first" else (2, 0, 1, 3)
-            back = (1, 0, 2, 3) if layout == "heads first" else (1, 2, 0, 3)
-            wider = rows.permute(to).contiguous()
-            x["initial_state"] = wider.permute(back)
+        before = x["initial_state"]
+        P, HV, R, C = before.shape
+        wider, pool = {
+            "other layers": ((P, 3, HV, R, C), lambda y: y[:, 1]),
+            "padded heads": ((P, 3, R, C), lambda y: y[:, :2]),
+            "padded rows": ((P, HV, R, 32), lambda y: y[..., :C]),
+            "heads first": ((HV, P, R, C), lambda y: y.transpose(0, 1)),
+            "rows first": ((R, P, HV, C), lambda y: y.permute(1, 2, 0, 3)),
+        }[layout]
+        wider = torch.full(wider, 7.0, device=self.device)
+        x["initial_state"] = pool(wider).copy_(before)
         assert not x["initial_state"].is_contiguous()
-        before = rows.clone()
-        _, pool = check(x)
-        assert pool is x["initial_state"]
-        assert torch.equal(pool[[0, 3]], before[[0, 3]])
-        if layout.startswith("padded"):
-            pool.fill_(7.0)
-            assert (wider == 7.0).all()
+        _, found = check(x)
+        assert found is x["initial_state"]
+        assert torch.equal(found[[0, 3]], before[[0, 3]])
+        found.fill_(7.0)
+        assert (wider == 7.0).all()
 
     @pytest.mark.parametrize("state", STATES, ids=str)
     @pytest.mark.parametrize("dense", [True, False])

@@ -333,17 +333,16 @@ def many_tokens(T, dtype, H=2, D=32):
 
 
 def every_token(tokens, state):
-    """The token recurrence with a state [H, D, D] that is rounded to a dtype at every token."""
-    q, k, v, g, beta = (x[0].to(torch.promote_types(state, F32)) for x in tokens)
-    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-    S, decay, outputs = torch.zeros(q.shape[1], *[q.shape[-1]] * 2, dtype=state), g.exp(), []
-    for t in range(len(q)):
-        wide = S.to(q.dtype) * decay[t, :, None, None]
-        u = beta[t, :, None] * (v[t] - torch.einsum("hvk,hk->hv", wide, k[t]))
-        wide = wide + u[:, :, None] * k[t, :, None]
-        outputs.append(torch.einsum("hvk,hk->hv", wide, q[t]) * q.shape[-1] ** -0.5)
-        S = wide.to(state)
-    return torch.stack(outputs)[None], S[None]
+    """o and the final state by a state [1, H, D, D] that is rounded to a dtype at every token."""
+    (_, T, H, D), step = tokens[0].shape, submodule("gdn.api").fused_recurrent_gated_delta_rule
+    S, outputs = torch.zeros(1, H, D, D, dtype=state), []
+    for t in range(T):
+        o, _ = step(
+            *(x[:, t : t + 1] for x in tokens), initial_state=S, inplace_final_state=True,
+            use_qk_l2norm_in_kernel=True, state_v_first=True,
+        )  # fmt: skip
+        outputs.append(o)
+    return torch.cat(outputs, 1), S
 
 
 def replayed(tokens, state):
@@ -354,9 +353,8 @@ def replayed(tokens, state):
     ring = api.make_ring(pool, H, dtype)
     for t in range(T):
         now = [x[:, t : t + 1] for x in tokens]
-        outputs.append(api.replay_gated_delta_rule(
-            *now, pool, ring, cursor, use_qk_l2norm_in_kernel=True
-        ))  # fmt: skip
+        o = api.replay_gated_delta_rule(*now, pool, ring, cursor, use_qk_l2norm_in_kernel=True)
+        outputs.append(o)
         api.advance_ring(cursor, ring)
     return torch.cat(outputs, 1), api.materialise_ring(pool, ring, cursor)
 
