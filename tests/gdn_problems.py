@@ -6,12 +6,20 @@ import random
 from typing import List, Optional
 
 import kda_problems
+import pytest
 import torch
 from conftest import submodule
+from interpreter import compiled
 
 calls = submodule("gdn.call")
+
 RULES = ("gdn", "kda")
 GATES = ("qwen", "slow", "none", "hard", "mixed", "zero")
+
+
+def on_gpu(test):
+    """Marks a test of compiled kernels."""
+    return pytest.mark.gpu(compiled(test))
 
 
 @dataclasses.dataclass

@@ -10,8 +10,8 @@ from conftest import (
     relative_error,
     submodule,
 )
-from gdn_problems import arguments
-from interpreter import INTERPRETING, compiled, interpreted, test_in_the_interpreter  # noqa: F401
+from gdn_problems import arguments, on_gpu
+from interpreter import INTERPRETING, interpreted, test_in_the_interpreter  # noqa: F401
 
 call, reference = submodule("gdn.call"), submodule("gdn.reference.chunk")
 
@@ -278,8 +278,7 @@ def assert_aiter(implementation, args):
     assert relative_error(state, ref[1]) < AITER
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("B, T, H, D, scale, norm, zeros, l2norm", AITER_GRID)
 def test_aiter_grid(implementation, B, T, H, D, scale, norm, zeros, l2norm, dtype):
@@ -287,8 +286,7 @@ def test_aiter_grid(implementation, B, T, H, D, scale, norm, zeros, l2norm, dtyp
     assert_aiter(implementation, arguments(x, scale=scale, use_qk_l2norm=l2norm))
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @pytest.mark.parametrize("D, ends", AITER_PACKED)
 def test_aiter_grid_packed(implementation, D, ends):
     x = aiter_inputs(1, ends[-1], 4, D, 1.0, 0.0, torch.float16, len(ends) - 1)
@@ -297,8 +295,7 @@ def test_aiter_grid_packed(implementation, D, ends):
 
 
 @pytest.mark.kernels_ci
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @pytest.mark.parametrize("gates", ["qwen", "slow", "none", "extreme"])
 @pytest.mark.parametrize("beta", [None, 0.0, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -311,8 +308,7 @@ def test_regimes(implementation, gates, beta, dtype):
     check_where_supported(implementation, arguments(x, use_qk_l2norm=True))
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @pytest.mark.parametrize("gates", ["qwen", "slow", "none", "extreme"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_regimes_of_segments(implementation, gates, dtype):
@@ -322,16 +318,14 @@ def test_regimes_of_segments(implementation, gates, dtype):
     check_where_supported(implementation, arguments(x, use_qk_l2norm=True), factor)
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @pytest.mark.parametrize("gates", ["slow", "none"])
 def test_a_million_tokens(gates):
     x = gdn_inputs(1, 2**20, 2, 2, 64, 64, torch.bfloat16, "cuda", gates=gates)
     check("portable", arguments(x, use_qk_l2norm=True), factor=2)  # of roundings never forgotten
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_repeated_keys(implementation, dtype):
     x = gdn_inputs(1, 256, 1, 2, 128, 128, dtype, "cuda", gates="none")
@@ -354,8 +348,7 @@ HEAD_DIMS = [
 CUT_HEAD_DIMS = [(64, 64), (100, 100), (256, 256)]
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @pytest.mark.parametrize("K, V", HEAD_DIMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("HV", [2, 6, 16])
@@ -368,8 +361,7 @@ def test_head_dims_and_groups(implementation, K, V, HV, dtype):
 
 
 @pytest.mark.kernels_ci
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("lengths", [(0, 1, 63, 64, 65, 0, 200), (0,), (1,), CUT])
@@ -383,8 +375,7 @@ def test_packed_states(implementation, lengths, v_first, state_dtype):
     check_where_supported(implementation, args)
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 def test_no_token_leaks_into_a_neighbour(implementation):
     x = gdn_inputs(1, 300, 2, 4, 128, 128, torch.bfloat16, "cuda")
     x["initial_state"] = torch.randn(3, 4, 128, 128, device="cuda")
@@ -401,8 +392,7 @@ def test_no_token_leaks_into_a_neighbour(implementation):
 
 
 @pytest.mark.kernels_ci
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @pytest.mark.parametrize("B, T", [(4, 1100), (3, 5000)])
 def test_bitwise_repeatable_and_batch_invariant(implementation, B, T):
     x = gdn_inputs(B, T, 4, 8, 128, 128, torch.bfloat16, "cuda")
@@ -419,8 +409,7 @@ def test_bitwise_repeatable_and_batch_invariant(implementation, B, T):
         assert torch.equal(o.flatten(0, 1)[None], o2) and torch.equal(state, state2)
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @pytest.mark.parametrize(
     "lengths, rows", [((80, 50, 70), [5, -1, 1]), (CUT, [5, 0, 1, 8, -1, 3])], ids=["short", "cut"]
 )
@@ -446,8 +435,7 @@ def test_pool_in_place(implementation, lengths, rows):
     assert torch.equal(padded[:, 4:], before[:, 4:])
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 def test_views_need_no_copy(implementation):
     T, H, HV, D = 130, 2, 4, 128
     x = gdn_inputs(1, T, H, HV, D, D, torch.bfloat16, "cuda")
@@ -463,8 +451,7 @@ def test_views_need_no_copy(implementation):
     check(implementation, arguments(y, use_qk_l2norm=True))
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @pytest.mark.parametrize("lengths", [
     ((100, 200, 212), (0, 511, 1), (64, 0, 448)),
     ((2000, 2500, 1500), (0, 5999, 1), (6000, 0, 0), (1, 2048, 3951)),
@@ -485,8 +472,7 @@ def test_graph_with_changing_cu_seqlens(implementation, lengths):
         assert torch.equal(o, eager[0]) and torch.equal(state, eager[1])
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 def test_more_elements_than_32_bits_count(implementation):
     if torch.cuda.mem_get_info()[0] < 60e9:
         pytest.skip("needs 60 GB")
@@ -504,8 +490,7 @@ def test_more_elements_than_32_bits_count(implementation):
     assert_close(state[:, -1:], ref[1], torch.bfloat16)
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 def test_operator_and_compiled_function():
     """opcheck of the operator, and one graph, where the portable kernels serve."""
     dispatch, ops = submodule("runtime.dispatch"), submodule("gdn.ops_train")

@@ -6,8 +6,8 @@ import json
 import pytest
 import torch
 from conftest import PACKAGE, assert_close, gdn_inputs, submodule
-from gdn_problems import arguments
-from interpreter import compiled, interpreted, test_in_the_interpreter  # noqa: F401
+from gdn_problems import arguments, on_gpu
+from interpreter import interpreted, test_in_the_interpreter  # noqa: F401
 from test_gdn_chunk import cu, implementation, run  # noqa: F401
 
 triton = pytest.importorskip("triton")
@@ -145,8 +145,7 @@ def test_chain_at_cuts_interpreted(monkeypatch, lengths, packed):
     chain(lengths, packed, 4, "cpu", pool, torch.tensor([5, 1, -1, 0][: len(lengths)]))
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @pytest.mark.parametrize("lengths, packed", CHAINS)
 def test_chain_at_cuts(lengths, packed):
     chain(lengths, packed, 4, "cuda")
@@ -154,8 +153,7 @@ def test_chain_at_cuts(lengths, packed):
     chain(lengths, packed, 4, "cuda", pool, torch.tensor([5, 1, -1, 0][: len(lengths)]))
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @pytest.mark.parametrize("pool", [False, True])
 @pytest.mark.parametrize(
     "lengths", [None, (8192,), (1,) * 100 + (8192,), (100,) * 50 + (4500, 2048), (2048,) * 8]

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from conftest import submodule
-from gdn_problems import blocks_of
-from interpreter import compiled, interpreted, test_in_the_interpreter  # noqa: F401
+from gdn_problems import blocks_of, on_gpu
+from interpreter import interpreted, test_in_the_interpreter  # noqa: F401
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
@@ -75,8 +75,7 @@ def test_one_formula_interpreted():
     check("portable", "cpu", torch.float32, D=16, every=33)
 
 
-@compiled
-@pytest.mark.gpu
+@on_gpu
 @pytest.mark.parametrize("folder", ["portable", "hopper"])
 def test_one_formula(folder):
     if folder == "hopper" and torch.cuda.get_device_capability() != (9, 0):

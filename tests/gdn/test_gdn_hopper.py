@@ -10,8 +10,7 @@ import threading
 import pytest
 import torch
 from conftest import assert_close, gdn_inputs, relative_error, submodule
-from gdn_problems import arguments, blocks_of
-from interpreter import compiled
+from gdn_problems import arguments, blocks_of, on_gpu
 from test_gdn_chunk import check, cu, expected
 
 pytest.importorskip("triton")
@@ -140,8 +139,7 @@ def warpgroups(request, monkeypatch):
 both = pytest.mark.parametrize("warpgroups", [1, 2], indirect=True)
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @both
 @pytest.mark.parametrize("gates", ["qwen", "slow", "none"])
 @pytest.mark.parametrize("lengths", [(4500, 100, 6001, 0, 2047, 4096)])
@@ -153,8 +151,7 @@ def test_segments(warpgroups, gates, lengths):
     check("hopper", arguments(x, cu_seqlens=offsets, checkpoint_every=1024, use_qk_l2norm=True))
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 def test_in_a_thread_that_has_called_nothing():
     """Such a thread, of autograd's say, has no CUDA context, which encoding tensor maps takes."""
     x = gdn_inputs(1, 300, 2, 4, 128, 128, torch.bfloat16, "cuda")
@@ -172,8 +169,7 @@ def test_in_a_thread_that_has_called_nothing():
     assert torch.equal(found[0], want)
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @both
 def test_states_at_cuts(warpgroups):
     """Heads that forget at some cuts only: a state is found from the last one that is known."""
@@ -190,8 +186,7 @@ def test_states_at_cuts(warpgroups):
     check("hopper", args)
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 def test_cut_pool_is_written_behind_all_reads():
     lengths = (4500, 4600, 4200)
     x = gdn_inputs(1, sum(lengths), 2, 4, 128, 128, torch.bfloat16, "cuda")
@@ -207,8 +202,7 @@ def test_cut_pool_is_written_behind_all_reads():
     assert not o[:, 4500:9100].any()
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 def test_cut_alone_as_in_a_batch():
     lengths = (4500, 100, 6001)
     x = gdn_inputs(1, sum(lengths), 2, 4, 128, 128, torch.bfloat16, "cuda", gates="qwen")
@@ -222,8 +216,7 @@ def test_cut_alone_as_in_a_batch():
         assert torch.equal(o[:, own], o1) and torch.equal(state[n : n + 1], state1)
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @both
 def test_wrong_offsets_stay_in_bounds(warpgroups):
     """No check on the host can see them; they must neither hang nor write elsewhere."""
@@ -238,8 +231,7 @@ def test_wrong_offsets_stay_in_bounds(warpgroups):
             torch.cuda.synchronize()
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @pytest.mark.parametrize("warpgroups", [2], indirect=True)
 @pytest.mark.parametrize("lengths", [(300, 40), (40, 0, 300), (170, 170), (100, 130, 110)])
 def test_one_long_sequence_of_few(warpgroups, monkeypatch, lengths):
@@ -286,8 +278,7 @@ def same_blocks(args, live=slice(None)):
     assert all(torch.equal(a[live], b[live]) for a, b in zip(blocks, blocks_of("hopper", args)))
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @pytest.mark.parametrize("gates", ["qwen", "slow", "none", "extreme"])
 @pytest.mark.parametrize(
     "H, HV, dtype",
@@ -297,8 +288,7 @@ def test_prepare(H, HV, dtype, gates):
     same_blocks(prepared(H, HV, 300, "cuda", dtype=dtype, gates=gates))
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @pytest.mark.parametrize("H, HV", [(2, 12), (1, 8), (3, 3)])
 def test_prepare_packed_from_raw_gates(H, HV):
     """Neighbouring sequences' tokens, here NaN, have no effect; some rows belong to no chunk."""
@@ -317,8 +307,7 @@ def test_prepare_packed_from_raw_gates(H, HV):
         assert torch.equal(out[[0, 1, 7, 8, 9, 10]], ref[[0, 1, 7, 8, 9, 10]])
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 def test_prompts_like_one_before(kernel):
     """A plan serves them: the same bits, also where a tensor begins at another address."""
     x = gdn_inputs(1, 300, 2, 4, 128, 128, torch.bfloat16, "cuda")
@@ -346,8 +335,7 @@ def test_prompts_like_one_before(kernel):
             call({**x, "k": x["k"][:, :1]})
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_on_a_device_that_is_not_the_current_one():
     x = gdn_inputs(1, 300, 2, 4, 128, 128, torch.bfloat16, "cuda:1")

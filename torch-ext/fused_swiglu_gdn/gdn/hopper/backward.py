@@ -61,7 +61,8 @@ class _Gradient:
     """The launches for all calls with the same shapes, strides, dtypes and options."""
 
     __slots__ = (
-        "where", "values_only", "prepare", "own", "states", "chunks", "gates", "betas", "workspace",
+        "where", "values_only", "prepare", "own", "reverse", "forward", "chunks", "gates", "betas",
+        "workspace",
     )  # fmt: skip
 
     def __init__(self, call: GdnBackward):
@@ -72,7 +73,9 @@ class _Gradient:
         self.own = isinstance(self.prepare, Prepare)
         if self.own:
             blocks = self.prepare.arrays(low)
-        self.states = both_passes(call, do, d_final)
+        ends = d_final, gradient_like(call.initial_state)
+        self.reverse = pass_over_states(call, do, *ends, reverse=True)
+        self.forward = pass_over_states(call, call.v, call.initial_state, None, reverse=False)
         tokens, units = call.B * call.T * call.HV, call.rows * call.HV
         arrays = [(units * call.K * call.V, low), (units * call.K * call.V, low)]  # S, dS
         arrays.append((tokens * call.V, low))  # vt
@@ -102,10 +105,9 @@ class _Gradient:
             tb, p, f = prepared
         dv = v.new_empty(v.shape)
         d_initial = None if initial is None else torch.empty_like(initial)
-        reverse, forward = self.states
         blocks = (tb, p, f, tb)
-        reverse(k, q, do, dv, dh, *blocks, d_final, d_initial, cu_seqlens, None)
-        forward(k, q, v, vt, h, *blocks, initial, None, cu_seqlens, None)
+        self.reverse(k, q, do, dv, dh, *blocks, d_final, d_initial, cu_seqlens, None)
+        self.forward(k, q, v, vt, h, *blocks, initial, None, cu_seqlens, None)
         d_initial = None if initial is None else d_initial.contiguous()
         if self.values_only:
             return None, None, dv, None, None, None, None, d_initial
@@ -122,38 +124,46 @@ class _Gradient:
         return (dq, dk, dv, *gates, d_initial)
 
 
-def both_passes(call: GdnBackward, do, d_final) -> list:
-    """Returns both launches over the states: the backward one for the gradient, the forward one for
-    S."""
-    q, v, T, H, K, HV, rows = call.q, call.v, call.T, call.H, call.K, call.HV, call.rows
+def pass_over_states(
+    call: GdnBackward, x, first, last, reverse: bool, stores: bool = True
+) -> Launch:
+    """The launch of one pass over the states: the backward one of x = dO for the gradient, or the
+    forward one of x = v for S.
+
+    first, last: the states at its two ends. stores: it keeps states and deltas of all chunks.
+    """
+    q, v, T, K, HV, rows = call.q, call.v, call.T, call.K, call.HV, call.rows
     v_first, packed = call.options.state_v_first, call.cu_seqlens is not None
-    keys = [token_map(x.shape, x.stride(), x.dtype, K, packed) for x in (call.k, q)]
-    out = token_map(v.shape, (T * HV * K, HV * K, K, 1), v.dtype, 64, packed)
-    state = tile_map(q.dtype, (rows * HV * K, K), (K, 1), K, 64)
-    block = block_map(rows * HV, q.dtype)
-    factors = tile_map(torch.float32, (rows * HV * 256,), (1,), 256)
-    launches = []
-    # an initial state may be a view; its gradient is then dense
-    initial = call.initial_state
-    d_initial = None if initial is None else torch.empty_like(initial, device="meta")
-    for reverse, x, first, last in (
-        (True, do, d_final, d_initial),
-        (False, v, initial, None),
-    ):
-        strides = (kv_strides(first, v_first), kv_strides(last, v_first))
-        given = token_map(x.shape, x.stride(), x.dtype, 64, packed)
-        kernel = Launch(
-            gdn_states_kernel,
-            call.N * HV * 2,
-            q.device,
-            maps=(*keys, given, out, state, block, block, factors),
-            numbers=(*strides, T, HV, H),
-            constexprs=(reverse, REGISTERS[1][1]),
-            options=(("num_warps", 4), ("maxnreg", CAP[1]), ("launch_pdl", not reverse)),
-            guarded=True,
-        )
-        launches.append(kernel)
-    return launches
+    given, block = (
+        token_map(x.shape, x.stride(), x.dtype, 64, packed),
+        block_map(rows * HV, q.dtype),
+    )
+    kept = given, block  # never written
+    if stores:
+        out = token_map(v.shape, (T * HV * K, HV * K, K, 1), v.dtype, 64, packed)
+        kept = out, tile_map(q.dtype, (rows * HV * K, K), (K, 1), K, 64)
+    maps = (
+        *(token_map(y.shape, y.stride(), y.dtype, K, packed) for y in (call.k, q)),
+        *(given, *kept, block, block, tile_map(torch.float32, (rows * HV * 256,), (1,), 256)),
+    )
+    return Launch(
+        gdn_states_kernel,
+        call.N * HV * 2,
+        q.device,
+        maps=maps,
+        numbers=(kv_strides(first, v_first), kv_strides(last, v_first), T, HV, call.H),
+        constexprs=(reverse, REGISTERS[1][1]),
+        options=(("num_warps", 4), ("maxnreg", CAP[1]), ("launch_pdl", not reverse)),
+        guarded=True,
+    )
+
+
+def gradient_like(state: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
+    """A tensor without memory with the layout of an initial state's gradient.
+
+    The state may be a view; its gradient is dense.
+    """
+    return None if state is None else torch.empty_like(state, device="meta")
 
 
 def _chunks(call: GdnBackward, do) -> Launch:

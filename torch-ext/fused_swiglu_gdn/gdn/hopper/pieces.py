@@ -20,10 +20,9 @@ from ...runtime.launch import Launch
 from ...runtime.operation import on_dense
 from ..call import GdnBackward, GdnPieces
 from ..portable.backward import APART, TOKENS
-from ..portable.primitives import kv_strides, on_read
-from .backward import is_readable
+from ..portable.primitives import on_read
+from .backward import gradient_like, is_readable, pass_over_states
 from .chunk import prompts
-from .gradient_states import gdn_states_kernel
 from .plan import CAP, REGISTERS, Scan, block_map, computes, prepare_of, token_map
 from .summary import gdn_summary_kernel
 
@@ -100,26 +99,11 @@ class _Entry:
     __slots__ = ("prepare", "states")
 
     def __init__(self, call: GdnBackward):
-        do, d_final = call.do, call.d_final_state
-        q, k, T, HV, v_first = call.q, call.k, call.T, call.HV, call.options.state_v_first
-        self.prepare = prepare_of(call)
-        d_initial = torch.empty_like(call.initial_state, device="meta")
-        packed, block = call.cu_seqlens is not None, block_map(call.rows * HV, q.dtype)
-        tokens = token_map(do.shape, do.stride(), do.dtype, 64, packed)
-        self.states = Launch(
-            gdn_states_kernel,
-            call.N * HV * 2,
-            q.device,
-            maps=(
-                *(token_map(x.shape, x.stride(), x.dtype, call.K, packed) for x in (k, q)),
-                *(tokens, tokens, block, block, block),
-                tile_map(torch.float32, (call.rows * HV * 256,), (1,), 256),
-            ),
-            numbers=(kv_strides(d_final, v_first), kv_strides(d_initial, v_first), T, HV, call.H),
-            constexprs=(True, REGISTERS[1][1]),
-            options=(("num_warps", 4), ("maxnreg", CAP[1])),
-            guarded=True,
+        self.prepare, ends = (
+            prepare_of(call),
+            (call.d_final_state, gradient_like(call.initial_state)),
         )
+        self.states = pass_over_states(call, call.do, *ends, reverse=True, stores=False)
 
     def __call__(
         self, q, k, v, g, beta, A_log, dt_bias, initial, cu_seqlens, do, d_final, *_

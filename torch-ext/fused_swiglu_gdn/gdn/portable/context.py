@@ -230,7 +230,7 @@ class Carry:
         numbers = (steps(k), steps(v), call.T, call.N, own, shortest)
         self.transition = Launch(
             _transition_kernel, programs, k.device, numbers=numbers, constexprs=constexprs,
-            options=options,
+            options=options, guarded=True,
         )  # fmt: skip
         states = kv_strides(call.initial_state, call.options.state_v_first)
         sizes = (HV, K, V, longest, BLOCK_K, carry["BLOCK_V"])
@@ -239,6 +239,7 @@ class Carry:
         self.carry = Launch(
             _carry_kernel, call.N * HV * -(-V // carry["BLOCK_V"]), k.device,
             numbers=(states, call.T, shortest), constexprs=constexprs, options=options,
+            guarded=True,
         )  # fmt: skip
 
     def __call__(

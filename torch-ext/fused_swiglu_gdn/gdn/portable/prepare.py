@@ -290,7 +290,7 @@ class Prepare:
                 H, R, K, l2norm, call.options.beta_max, keys, UNITS, block_k, self.scratch, wide,
                 dot, exactness,
             ),
-            options=tuple(lookup(name, q.device, R=R).items()),
+            options=tuple(lookup(name, q.device, R=R).items()), guarded=True,
         )  # fmt: skip
 
     def __call__(self, q, k, g, beta, A_log, dt_bias, cu_seqlens) -> tuple:

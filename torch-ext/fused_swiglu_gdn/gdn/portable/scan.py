@@ -331,7 +331,7 @@ class Scan:
             launched += (("maxnreg", config["maxnreg"]),)
         self.kernel = Launch(
             _scan_kernel, programs, v.device, numbers=numbers,
-            constexprs=constexprs, options=launched,
+            constexprs=constexprs, options=launched, guarded=True,
         )  # fmt: skip
 
     def __call__(
