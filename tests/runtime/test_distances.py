@@ -6,6 +6,7 @@ from conftest import submodule
 from interpreter import compiled
 
 pytest.importorskip("triton.experimental.gluon")
+from launching import started  # noqa: E402
 from test_host_calls import hopper  # noqa: E402, F401
 
 pytestmark = compiled
@@ -27,36 +28,20 @@ def layers():
     return found
 
 
-class Starts:
-    """The launches of calls, with their maps."""
-
-    def __init__(self):
-        self.found = []
-
-    def __call__(self, launch, tensors):
-        maps = [m and (m.shape, m.strides, m.box, m.layout, m.kind) for m in launch.maps]
-        numbers = launch.grid, launch.numbers, launch.constexprs, launch.options
-        lower = tensors[1].data_ptr()  # of the weights
-        self.found.append((launch.kernel, *numbers, maps, lower, launch.key(tensors)))
-        return False
-
-
 @torch.no_grad()
 def test_launches_of_layers(hopper, layers):  # noqa: F811
     """Those of a layer that comes after others are those of the layer alone."""
-    known, launch = submodule("swiglu.ops").SWIGLU, submodule("runtime.launch")
-    runs = []
+    known, runs = submodule("swiglu.ops").SWIGLU, []
     for forgets in (False, True):
         known.cache_clear()
-        starts = Starts()
-        with launch.watched(starts), launch.paranoid():
+        with started() as starts:
             for M in SIZES:
                 x = torch.zeros(M, K, dtype=HALF)
                 for weights in layers * 2:
                     hopper.fused_swiglu(x, *weights)
                     if forgets:
                         known.cache_clear()
-        runs.append(starts.found)
+        runs.append(starts)
     assert len(runs[0]) == 2 * len(SIZES) * len(layers)
     assert runs[0] == runs[1] and len({str(start[:3]) for start in runs[0]}) >= len(SIZES)
 

@@ -1,7 +1,6 @@
 """Calls of attention at new lengths of a cache: which plan they take, what they launch, and what
 that costs the host."""
 
-import sys
 from functools import partial
 
 import pytest
@@ -10,7 +9,8 @@ from conftest import submodule
 from interpreter import compiled
 
 pytest.importorskip("triton.experimental.gluon")
-from test_host_calls import functions, hopper  # noqa: E402, F401
+from launching import started  # noqa: E402
+from test_host_calls import functions, hopper, once  # noqa: E402, F401
 
 pytestmark = compiled
 HALF, MORE = torch.bfloat16, 22  # functions of a new length beside those of a repeated one
@@ -32,23 +32,6 @@ def cached(S, B=2, HQ=8, HK=2, D=64, dtype=HALF, mask="bool"):
 
 def attend(kernel, q, k, v, mask=None, length=None, **options):
     return kernel.attention_with_kvcache(q, k, v, length, attention_mask=mask, **options)
-
-
-def once(call) -> int:
-    """Functions of one call of a kind that `functions` counts in many."""
-    names = []
-
-    def count(frame, event, _):
-        if event == "call" and "comp>" not in frame.f_code.co_name:
-            if not frame.f_code.co_filename.endswith(("launching.py", "code.py")):
-                names.append(frame.f_code.co_name)
-
-    sys.setprofile(count)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return len(names) - 1
 
 
 @pytest.mark.parametrize("mask", [None, "bool"])
@@ -104,35 +87,21 @@ def test_functions_of_a_token(hopper, batch, monkeypatch):  # noqa: F811
     assert 50 < (repeated[4] - repeated[2]) / 2 <= LAYERS[batch]
 
 
-class Starts:
-    """Grid and arguments of each launch, addresses apart."""
-
-    def __init__(self):
-        self.found = []
-
-    def __call__(self, launch, tensors):
-        numbers = launch.grid, launch.numbers, launch.constexprs, launch.options
-        self.found.append((launch.kernel, *numbers, launch.key(tensors)[0]))
-        return False
-
-
 @pytest.mark.parametrize("D", [64, 24])
 @pytest.mark.parametrize("mask", [None, "bool", "one row", "longer", "added"])
 @torch.no_grad()
 def test_launches_of_a_new_length(hopper, mask, D):  # noqa: F811
     """Those of a call whose plan knows no other length, and the code that Triton's binder takes."""
-    launch = submodule("runtime.launch")
     every = [*range(1, 40), 63, 64, 65, 255, 256, 257, 258, 2047, 2048, 2049, 5, 17]
     runs = []
     for forgets in (False, True):
         KNOWN.cache_clear()
-        starts = Starts()
-        with launch.watched(starts), launch.paranoid():
+        with started() as starts:
             for S in every:
                 attend(hopper, *cached(S, D=D, mask=mask))
                 if forgets:
                     KNOWN.cache_clear()
-        runs.append(starts.found)
+        runs.append([start[:-1] for start in starts])
         assert len(KNOWN.sizes) == (0 if forgets else 2)  # 1, and all others
     assert runs[0] == runs[1] and len(runs[0]) > len(every)
 
