@@ -37,7 +37,8 @@ CHOICES = IN_PLACE | {
     "sort", "take_along_dim", "topk", "zeros_like",
 }  # fmt: skip
 CHOSEN = {"indices", "values"}  # attributes of what sort and topk give
-MORE = (CHOICES | {"clamp"}) - OPERATIONS
+GATES = {"log", "log1p", "where"}
+MORE = (CHOICES | GATES | {"clamp"}) - OPERATIONS
 METHODS = OPERATIONS | MORE | {"update"}  # of a cache
 ARITHMETIC = {
     "add", "div", "divide", "mul", "multiply", "pow", "sub", "subtract", "true_divide",

@@ -73,7 +73,7 @@ def parts_of(module: nn.Module) -> Iterator[Parts]:
     """Returns the role of each part, by its name or its size."""
     parts = {n: p for n, p in module._modules.items() if p is not None}
     vectors = [n for n, x in module._parameters.items() if told(x, "ndim") == 1]
-    convs = ["conv1d"] if "conv1d" in parts else [n for n, p in parts.items() if _is_depthwise(p)]
+    convs = ["conv1d"] if "conv1d" in parts else [n for n, p in parts.items() if is_depthwise(p)]
     if len(convs) != 1 or len(vectors) != 2:
         return
     pairs = [VECTORS] if set(vectors) == set(VECTORS) else list(itertools.permutations(vectors))
@@ -100,7 +100,7 @@ def parts_of(module: nn.Module) -> Iterator[Parts]:
                     yield Parts(layer, named, key, value)
 
 
-def _is_depthwise(part: nn.Module) -> bool:
+def is_depthwise(part: nn.Module) -> bool:
     return isinstance(part, nn.Conv1d) and part.groups == part.in_channels == part.out_channels
 
 

@@ -1,19 +1,30 @@
-"""Reads the functions of a Gated DeltaNet layer, which may have, besides what those of every module
-may.
+"""Reads the functions of a layer of a delta rule (Gated DeltaNet, Kimi Delta Attention), which may
+have more than those of every module.
 
-They branch on whether there is one token, and on what the cache answers: the trial (gdn_trial.py)
-goes all of these ways. Its rule and its convolution have loops, and so are not read; but they are
-transformers' own, as all that the forward calls has to be.
+They branch on whether there is one token, and on what the cache answers: the trial (delta_trial.py)
+goes all of these ways. A gate compares tensors with numbers, where that is allowed ("compare"), and
+a layer may call parts of its parts. Its rule and its convolution have loops, and so are not read;
+but they are transformers' own, as all that the forward calls has to be.
 """
 
 import ast
 from types import FunctionType
 from typing import NamedTuple
 
-from ..layers.own_code import NotOwn, look_at_torch, names_in, own_names, undispatched, why_not_own
+from torch import nn
+
+from ..layers.own_code import (
+    NotOwn,
+    found_at,
+    look_at_torch,
+    names_in,
+    own_names,
+    undispatched,
+    why_not_own,
+)  # fmt: skip
 from .body import Body
 from .callees import SPECIAL
-from .code import Refused
+from .code import Refused, in_short
 from .values import VALUE, Computed, Given, Known, Own, Plain, Words, merged
 
 ANSWERS = {"has_previous_state", "is_recording_past", "record_past"}  # of caches, to branch on
@@ -43,7 +54,7 @@ class OneOf(NamedTuple):
 
 
 class GdnBody(Body):
-    """The call of a function of a Gated DeltaNet layer."""
+    """The call of a function of such a layer."""
 
     def __init__(self, reader, function, *more):
         super().__init__(reader, function, *more)
@@ -70,6 +81,13 @@ class GdnBody(Body):
 
     def read_Compare(self, node: ast.Compare) -> object:
         """Reads "is there one of something" as a condition of a kind of its own."""
+        if len(node.ops) == 1 and isinstance(node.ops[0], (ast.Gt, ast.GtE, ast.Lt, ast.LtE)):
+            sides = [self.expression(side) for side in (node.left, node.comparators[0])]
+            others = [side for side in sides if side is not VALUE]
+            if len(others) == 1 and isinstance(others[0], (Plain, Own)):
+                self.use(others[0], node)
+                self.reader.more.add(("compare", in_short(node)))
+                return VALUE
         found = super().read_Compare(node)
         if not isinstance(found, Known) or len(node.ops) != 1:
             return found
@@ -139,6 +157,10 @@ class GdnBody(Body):
             return merged(*found)
         if function is ACTIVATION:
             return self.use_arguments(node)
+        if isinstance(function, Own) and "." in function.path:
+            if isinstance(found_at(self.reader.module, function.path), nn.Module):
+                self.reader.parts.add(function.path)
+                return self.use_arguments(node)
         value = function.value if isinstance(function, Plain) else None
         plain = undispatched(value)
         name = function.place[1] if value is not None and function.place else ""

@@ -1,44 +1,38 @@
 """Recognises the Kimi Delta Attention layers that layers/kda.py computes.
 
-That is certain only if the forwards of its class and of its forget gate's, with all that they call,
-are transformers' own code, and give what ours gives on a small twin: for a prompt with padding and
-for tokens after a cache.
+That is certain only if the forwards of its class and of the parts that have parts of their own, as
+a forget gate's, are transformers' own code with all that they call, can be read, and give what ours
+gives on a small twin. The role of each part follows from what the forward does with it.
 """
 
-import inspect
 import itertools
-from types import FunctionType, MethodType
-from typing import Dict, Optional, Tuple, Union
+from typing import Dict, Iterator, Optional, Tuple, Union
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ..gdn.checks import MAX_HEAD_DIM
 from ..gdn_layer.checks import MAX_TAPS
-from ..layers import kda
-from ..layers.forward import Arguments
 from ..layers.functions import is_gated_norm
-from ..layers.kda import KdaForm, bound_of
-from ..layers.own_code import NotOwn, names_in, own_code, undispatched
-from ..layers.plain import why_not_tensor
-from ..runtime.recording import pretending
-from .code import BY_NAME
-from .gdn_body import FOREIGN
+from ..layers.gdn import CACHE_NAMES
+from ..layers.kda import KdaForm, Owner
+from ..layers.own_code import found_at, peeled, why_not_own
+from ..layers.plain import told, why_not_tensor
+from .code import GATES, Refused, why_odd_class
+from .gated_delta_net import MORE, is_depthwise
+from .gdn_body import PACKED, GdnBody
+from .kda_trial import Found, Inner, Layout, found_by, index_of
+from .reader import Source, read
 from .serving import own_class
-from .stand_ins import quiet
+from .stand_ins import features
+from .trial import form_key, plain_values, remembered
 
 LAYER = "KimiDeltaAttention"
-_SHARED = {"q_proj", "k_proj", "v_proj", "b_proj", "o_proj", "conv1d", "forget_gate", "o_norm"}
-# parts of a layer beside those, parts of its gate, names of the gate's bound and of its switch
-FAMILIES = (
-    ({"g_a_proj", "g_b_proj"}, {"f_a_proj", "f_b_proj"}, "safe_gate_lower_bound", None),
-    ({"g_a_proj", "g_b_proj"}, {"f_a_proj", "f_b_proj"}, None, None),
-    ({"g_proj"}, {"f_proj"}, "lower_bound", "safe_gate"),
-)
-CACHE_NAMES = ("cache_params", "cache")  # before transformers 5.24 and from it on
+USUAL = {"conv1d", "forget_gate", "o_norm"}  # parts of a module that the report has a row for
+NOT_KNOWN = "its parts are not those of a Kimi Delta Attention layer known here"
 
-_forms: Dict[tuple, Union[KdaForm, str]] = {}
+_forms: Dict[tuple, Union[Found, str]] = {}
+_indices: Dict[tuple, str] = {}
 
 
 def kimi_delta_attention(
@@ -46,185 +40,152 @@ def kimi_delta_attention(
 ) -> Optional[Tuple[str, Optional[str], Optional[KdaForm]]]:
     """Our layer for a module, why it is left alone or None, and the form of its class; None for a
     module without the parts by which such a layer is known."""
-    if not {"conv1d", "forget_gate", "o_norm"} <= module._modules.keys():
+    usual = USUAL <= module._modules.keys()
+    if not usual and not any(map(is_depthwise, module._modules.values())):
         return None
-    gate = module.forget_gate
-    for parts, parts_of_gate, bound, switch in FAMILIES:
-        named = [name for name in (bound, switch) if name is not None]
-        if set(module._modules) != _SHARED | parts or set(gate._modules) != parts_of_gate:
-            continue
-        if all(name in gate.__dict__ for name in named):
-            reason = _why_not_plain(module)
-            form = _form(own_class(module), type(gate), (bound, switch)) if not reason else reason
-            is_gated_norm(module.o_norm)  # while tracing it cannot look
-            return (LAYER, form, None) if isinstance(form, str) else (LAYER, None, form)
-    return LAYER, "its parts are not those of a Kimi Delta Attention layer known here", None
-
-
-def _form(kind: type, gate: type, bounded: tuple) -> Union[KdaForm, str]:
-    """The form of a class with a gate's, or why there is none."""
+    layout = _layout(module)
+    if not usual and (layout is None or _why_not_plain(module, layout) is not None):
+        return None
+    if layout is None:
+        return LAYER, NOT_KNOWN, None
     try:
-        found = own_code(kind), own_code(gate)
-    except NotOwn as error:
-        return f"its forward {error}"
-    (forward, of_layer), (gate_forward, of_gate) = found
-    reason = _why_not_certain(kind, forward) or _why_not_certain(gate, gate_forward)
-    if reason is not None:
-        return reason
-    key = kind, gate, bounded, forward, gate_forward
-    known = _forms.get(key)
-    if known is None or isinstance(known, KdaForm) and not known.unchanged():
-        pinned = of_layer, of_gate
-        known = _forms[key] = _found(kind, gate, bounded, (forward, gate_forward), pinned)
-    return known
+        return LAYER, None, _form(module, layout)
+    except Refused as why:
+        return LAYER, str(why), None
 
 
-def _why_not_certain(kind: type, forward: FunctionType) -> Optional[str]:
-    """Returns what a class's forward depends on that the trial does not set; None if nothing."""
-    names = names_in(forward)
-    own = {name for base in kind.__mro__[: kind.__mro__.index(nn.Module)] for name in vars(base)}
-    odd = names & (own | BY_NAME | FOREIGN)
-    return f"its forward uses {', '.join(sorted(odd))}" if odd else None
+def _leaves(module: nn.Module, prefix: str = "") -> Iterator[Tuple[str, object]]:
+    """The parts and parameters of a module by their paths; instead of a part that has parts or
+    parameters of its own, those."""
+    for name, x in module._parameters.items():
+        if x is not None:
+            yield prefix + name, x
+    for name, part in module._modules.items():
+        if part is None:
+            continue
+        yield prefix + name, part
+        if _has_parts(part):
+            yield from _leaves(part, f"{prefix}{name}.")
 
 
-def _found(
-    kind: type, gate: type, bounded: tuple, forwards: tuple, pinned: tuple
-) -> Union[KdaForm, str]:
-    _, *names = inspect.signature(forwards[0]).parameters
-    cache = names[1] if len(names) == 4 and names[1] in CACHE_NAMES else "cache"
-    if names != ["hidden_states", cache, "attention_mask", "kwargs"]:
-        return "its forward takes other arguments"
-    named, others = tuple(names[:3]), frozenset(CACHE_NAMES) - {cache}
-    arguments = Arguments(named, frozenset(named), (), True, "hidden_states", own=others)
-    form = KdaForm(kind, gate, arguments, cache, (), pinned, bounded)
-    return _why_not_same(form, *map(in_torch, forwards)) or form
+def _has_parts(part: nn.Module) -> bool:
+    whole = features(part) or is_depthwise(part)
+    return not whole and (bool(part._modules) or len(part._parameters) > 1)
 
 
-def _why_not_plain(module: nn.Module) -> Optional[str]:
-    gate, conv = module.forget_gate, module.conv1d
-    tensors = {
-        "forget_gate.A_log": gate.A_log, "forget_gate.dt_bias": gate.dt_bias,
-        "conv1d.weight": conv.weight, "conv1d.bias": conv.bias,
-    }  # fmt: skip
-    for name, x in tensors.items():
+def _layout(module: nn.Module) -> Optional[Layout]:
+    """What a module consists of, if that may be a layer of ours."""
+    linears, convs, norms, vectors = {}, [], [], {}
+    for path, leaf in _leaves(module):
+        if not isinstance(leaf, nn.Module):
+            vectors[path] = tuple(told(leaf, "shape"))
+        elif features(leaf):
+            linears[path] = features(leaf)
+        elif is_depthwise(leaf):
+            convs.append(path)
+        elif not _has_parts(leaf):
+            norms.append(path)
+    if len(convs) != 1 or len(norms) != 1 or len(vectors) != 2 or len(linears) < 3:
+        return None
+    D, _, taps = told(module.get_submodule(convs[0]).weight, "shape")
+    sizes = sorted(torch.Size(shape).numel() for shape in vectors.values())
+    first = next(iter(linears.values()))
+    return Layout(linears, convs[0], norms[0], vectors, sizes[0], D // 3, first[0], taps)
+
+
+def _why_not_plain(module: nn.Module, layout: Layout) -> Optional[str]:
+    conv = module.get_submodule(layout.conv)
+    tensors = {f"{layout.conv}.weight": conv.weight, f"{layout.conv}.bias": conv.bias}
+    tensors.update((path, found_at(module, path)) for path in layout.vectors)
+    for path, x in tensors.items():
         reason = why_not_tensor(x)
         if reason is not None:
-            return f"{name} {reason}"
-    taps, heads, K = module.conv_kernel_size, module.num_heads, module.head_dim
-    if type(conv) is not nn.Conv1d or conv.weight.shape != (3 * heads * K, 1, taps):
-        return f"conv1d is not a depthwise nn.Conv1d of {taps} taps"
+            return f"{path} {reason}"
+    D, H, taps = conv.weight.shape[0], layout.heads, layout.taps
+    if type(conv) is not nn.Conv1d or conv.weight.shape != (D, 1, taps):
+        return f"{layout.conv} is not a depthwise nn.Conv1d of {taps} taps"
     if not 2 <= taps <= MAX_TAPS:
         return f"its convolution has {taps} taps"
-    if gate.A_log.numel() != heads or gate.dt_bias.numel() != heads * K:
+    sizes = sorted(torch.Size(shape).numel() for shape in layout.vectors.values())
+    if D % 3 or sizes != [H, layout.channels] or H < 1 or layout.channels % H:
         return "its heads and those of its forget gate do not match"
-    if K > MAX_HEAD_DIM:
+    if layout.head_dim > MAX_HEAD_DIM:
         return f"its head dim is above {MAX_HEAD_DIM}"
     return None
 
 
-# -- the trial: the class's forward and ours on the same small parts
-
-H, K, W, HIDDEN = 2, 3, 4, 7
-# relative to the largest value; transformers' rule is in fp32
-LIMITS = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-BOUNDS = (None, -5.0, -1.5)
-
-
-class _Norm(nn.Module):
-    def __init__(self, weight: torch.Tensor):
-        super().__init__()
-        self.weight = nn.Parameter(weight)
-
-    def forward(self, x, gate):
-        return F.rms_norm(x, (K,), self.weight, 1e-5) * torch.sigmoid(gate)
-
-
-def _twin(form: KdaForm, gate_forward: FunctionType, bound: Optional[float]) -> nn.Module:
-    """The parts of a layer of the class, and nothing else."""
-    random = torch.Generator().manual_seed(0)
-
-    def draw(*shape):
-        return torch.randn(shape, generator=random)
-
-    def linear(name: str, n: int, m: int, owner: nn.Module) -> None:
-        part = nn.Linear(m, n, bias=False)
-        part.weight.data = draw(n, m)
-        setattr(owner, name, part)
-
-    layer, gate, name, switch = nn.Module(), nn.Module(), *form.bounded
-    for projection in ("q_proj", "k_proj", "v_proj"):
-        linear(projection, H * K, HIDDEN, layer)
-    linear("b_proj", H, HIDDEN, layer)
-    linear("o_proj", HIDDEN, H * K, layer)
-    if switch is None:
-        for owner, word in ((gate, "f"), (layer, "g")):
-            linear(f"{word}_a_proj", K, HIDDEN, owner)
-            linear(f"{word}_b_proj", H * K, K, owner)
-    else:
-        linear("f_proj", H * K, HIDDEN, gate)
-        linear("g_proj", H * K, HIDDEN, layer)
-        setattr(gate, switch, bound is not None)
-    if name is not None:
-        setattr(gate, name, bound if switch is None else bound or -5.0)
-    shape = (1, 1, H, 1) if name is None else (H,)
-    gate.A_log = nn.Parameter(draw(*shape))
-    gate.dt_bias = nn.Parameter(torch.linspace(-30.0, 25.0, H * K))  # to both sides of its bends
-    gate.forward = MethodType(gate_forward, gate)
-    layer.conv1d = nn.Conv1d(3 * H * K, 3 * H * K, W, groups=3 * H * K, bias=False, padding=W - 1)
-    layer.conv1d.weight.data = draw(3 * H * K, 1, W)
-    layer.forget_gate, layer.o_norm = gate, _Norm(draw(K))
-    sizes = {
-        "num_heads": H, "head_dim": K, "qkv_dim": H * K, "conv_kernel_size": W, "conv_dim": 9 * H,
-        "layer_idx": 0, "activation": "silu", "hidden_size": HIDDEN,
-    }  # fmt: skip
-    layer.__dict__.update(sizes)
-    gate.__dict__.update(num_heads=H, head_dim=K, qkv_dim=H * K)
-    return layer.requires_grad_(False)
+def _form(module: nn.Module, layout: Layout) -> KdaForm:
+    """Returns the form of a module with such parts; raises Refused, which says why it has none."""
+    reason = _why_not_plain(module, layout)
+    if reason is not None:
+        raise Refused(reason)
+    inner = tuple(_inner(module, layout))
+    is_gated_norm(module.get_submodule(layout.norm))  # while tracing it cannot look
+    found = _found(layout, inner)
+    ours = {found.roles.index, found.roles.bound, "training", f"{layout.conv}.bias"}
+    owners = []
+    for each in inner:
+        names = [n for n in {*each.source.guarded, *each.source.reads} if each.below(n) not in ours]
+        guards = tuple(plain_values(each.module, names).items())
+        owners.append(Owner(each.path, each.kind, each.source.pinned, guards))
+    layer = inner[0]
+    unknown = {*CACHE_NAMES, "hidden_states", "attention_mask"} - found.arguments.names
+    arguments = found.arguments._replace(
+        own=found.arguments.own | unknown, names=found.arguments.names - set(PACKED)
+    )
+    return KdaForm(
+        layer.kind, arguments, found.cache, found.mask, layer.source.checks, tuple(owners),
+        found.roles,
+    )  # fmt: skip
 
 
-def in_torch(function: FunctionType) -> FunctionType:
-    """The same function, which calls torch functions where it would ask for kernels."""
-    names, own = dict(function.__globals__), function.__code__.co_names
-    names.update({name: undispatched(names[name]) for name in own if name in names})
-    made = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
+def _inner(module: nn.Module, layout: Layout) -> Iterator[Inner]:
+    """The layer and its parts that have parts of their own; raises Refused."""
+    yield _read("", module, layout)
+    for path, leaf in _leaves(module):
+        if isinstance(leaf, nn.Module) and _has_parts(leaf):
+            yield _read(path, leaf, layout)
 
 
-def _outputs(forward, layer, dtype):
-    """Yields the outputs of a layer in each kind of use, and the states that it leaves."""
-    from transformers.cache_utils import Cache, LinearAttentionLayer
+def _read(path: str, module: nn.Module, layout: Layout) -> Inner:
+    kind = own_class(module)
+    why = why_not_own(peeled(kind.forward).forward)
+    if why is not None:
+        raise Refused(f"its forward {why}")
+    source = read(kind, module, "by_dtype", "hooked", more=(*MORE, *GATES, "compare"), body=GdnBody)
+    if not source.forward.__globals__["__name__"].startswith("transformers.models."):
+        raise Refused("its forward is not that of a model of transformers")
+    hooked = source.hooked if path else source.hooked - {layout.conv}
+    if hooked:
+        raise Refused(f"its forward calls hooks of {', '.join(sorted(hooked))}")
+    if path and (source.checks or source.switches):
+        raise Refused(f"the forward of {path} branches on what it is given")
+    reason = why_odd_class(kind, [*module._modules, *module._parameters], "__call__")
+    if reason is not None:
+        raise Refused(reason)
+    values = plain_values(module, source.reads)
+    known = {*module._modules, *module._parameters, "training"}
+    for name in source.reads:
+        if name not in values and name.split(".")[0] not in known:
+            if found_at(module, name) is not None or not hasattr(module, name.split(".")[0]):
+                raise Refused(f"its forward reads {name}")
+    return Inner(path, module, kind, source)
 
-    random = torch.Generator().manual_seed(1)
-    x, mask = torch.randn(2, 70, HIDDEN, generator=random).to(dtype), torch.ones(2, 70)
-    mask[0, :3] = 0
-    yield forward(layer, x, None, mask)
-    cache = Cache(layers=[LinearAttentionLayer()])
-    for part in x[:, :13].split([2, 1, 1, 6, 3], dim=1):
-        yield forward(layer, part, cache, None)
-    yield cache.layers[0].conv_states[0]
-    yield cache.layers[0].recurrent_states[0]
 
-
-def _why_not_same(form: KdaForm, theirs: FunctionType, gate: FunctionType) -> Optional[str]:
-    """The forward of the class gives other values than ours, or does not run on such parts."""
-
-    def ours(layer, x, cache, mask):
-        bound = bound_of(layer.forget_gate, form)
-        return kda.kimi_delta_attention(layer, x, cache, mask, None, bound)
-
-    bounds = BOUNDS if form.bounded[0] is not None else BOUNDS[:1]
-    for dtype, bound in itertools.product(LIMITS, bounds):
-        twin = _twin(form, gate, bound).to(dtype)
-        try:
-            with quiet(), pretending(None), torch.no_grad():
-                pairs = list(zip(_outputs(theirs, twin, dtype), _outputs(ours, twin, dtype)))
-        except Exception as error:
-            return f"its forward does not run on a small twin ({type(error).__name__}: {error})"
-        for expected, got in pairs:
-            limit, alike = LIMITS[dtype] * expected.abs().max(), got.shape == expected.shape
-            if got.dtype is not expected.dtype or not alike:
-                return "its forward gives another dtype or shape on a small twin"
-            if not (got - expected).abs().max() <= limit:
-                return "its forward gives other values on a small twin"
-    return None
+def _found(layout: Layout, inner: Tuple[Inner, ...]) -> Found:
+    """The roles of a layer's parts and arguments, remembered for the layers of a class."""
+    values = {}
+    for each in inner:
+        found = plain_values(each.module, each.source.reads)
+        values.update((each.below(name), value) for name, value in found.items())
+    code = tuple([(each.path, each.kind, each.source.pinned.codes) for each in inner])
+    if code not in _indices:
+        _indices[code] = index_of(layout, inner)
+    index = _indices[code]
+    values.pop(index, None)
+    layer = inner[0]
+    hidden = form_key(layer.module, layer.kind, layer.source, values)
+    biased = layer.module.get_submodule(layout.conv).bias is not None
+    linears, vectors = map(tuple, (layout.linears.items(), layout.vectors.items()))
+    key = code, hidden, linears, vectors, layout[1:3], layout[4:], biased
+    return remembered(_forms, key, found_by, layout, inner, index)

@@ -102,8 +102,8 @@ def _by_trial(layer: str, form_of: Callable, may_be: Optional[Callable] = None) 
 # (layer, reason why it is left alone, form) of a module, or None; the kind; the name of ours
 _FINDERS = (
     (gated_mlp, "mlp", "SwiGLUMLP"),
-    (gated_delta_net, "gdn", "GatedDeltaNet"),
     (kimi_delta_attention, "kda", "KimiDeltaAttention"),
+    (gated_delta_net, "gdn", "GatedDeltaNet"),
     (_by_trial("RMSNorm", norm_form), "norm", "RMSNorm"),
     (_by_trial("Attention", attention_form, is_attention), "attention", "Attention"),
     (_by_trial("DecoderLayer", layer_form, is_decoder_layer), "layer", "DecoderLayer"),

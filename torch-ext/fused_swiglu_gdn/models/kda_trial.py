@@ -1,0 +1,436 @@
+"""A Kimi Delta Attention layer of transformers and ours on the same small numbers.
+
+The role of each part follows from a run of the class's forward: where the columns of what the
+convolution, the gated norm and the parts get come from.
+"""
+
+import itertools
+from types import SimpleNamespace
+from typing import Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..layers import kda
+from ..layers.forward import Arguments
+from ..layers.kda import Chain, Roles, Step
+from ..runtime.recording import pretending
+from .code import Refused
+from .delta_trial import EPS, VALUES, Copies, DeltaTrial, Packing, ReadsNoValues
+from .reader import Source
+from .stand_ins import Part, put, quiet, random, twin_of
+from .trial import plain_values
+
+# gates on both sides of what they bend at, and one whose exponential fp32 has not
+BIASES = (-30.0, 100.0, 0.5, 25.0, -1.0, 2.0, 14.0, -8.0)
+BOUNDS = (-5.0, -1.5)
+
+
+class Inner(NamedTuple):
+    """The layer, or a part of it with parts or parameters of its own."""
+
+    path: str  # "" of the layer
+    module: nn.Module
+    kind: type
+    source: Source
+
+    def below(self, name: str) -> str:
+        return f"{self.path}.{name}" if self.path else name
+
+
+class Layout(NamedTuple):
+    """The parts of a layer, whatever their names are."""
+
+    linears: Dict[str, tuple]  # (in, out) by paths
+    conv: str
+    norm: str
+    vectors: Dict[str, tuple]  # shapes of A_log and dt_bias, by paths
+    heads: int
+    channels: int  # of k
+    hidden: int
+    taps: int
+
+    @property
+    def head_dim(self) -> int:
+        return self.channels // self.heads
+
+
+class Found(NamedTuple):
+    roles: Roles
+    arguments: Arguments
+    cache: Optional[str]
+    mask: Optional[str]
+
+
+class Marked(int):
+    """An attribute that may be the layer's index."""
+
+    path: str
+
+
+class _Layers(list):
+    """The layers of a cache, which note the attribute that is their index."""
+
+    def __init__(self, layer, met: set):
+        super().__init__([layer])
+        self.met = met
+
+    def __getitem__(self, index):
+        self.met.add(index.path if isinstance(index, Marked) else None)
+        return super().__getitem__(0)
+
+
+class Bends(ReadsNoValues):
+    """Tensors may be compared with a number, if both answers occur."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.answers = 0, {}
+
+    def __enter__(self):
+        self.count = 0
+        return super().__enter__()
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function not in VALUES or len(args) != 2 or type(args[1]) not in (int, float):
+            return super().__torch_function__(function, types, args, kwargs)
+        found = function(*args)
+        self.answers.setdefault(self.count, set()).update(found.unique().tolist())
+        self.count += 1
+        return found
+
+
+class _Norm:
+    """Stub of the gated norm. It logs its calls."""
+
+    def __init__(self, size: int, dtype, log: list):
+        self.size, self.log = (size,), log
+        self.weight = random(size, seed=3).to(dtype)
+
+    def __call__(self, x, gate):
+        y = F.rms_norm(x, self.size, self.weight, EPS) * torch.sigmoid(gate)
+        self.log.append((gate, y))
+        return y
+
+
+def smaller(real: tuple) -> List[Dict[int, int]]:
+    """Two choices of small sizes for heads, their dim, hidden and taps, of which the same are
+    equal; of the layer's own sizes where there is no such choice."""
+
+    def related(H: int, K: int, hidden: int, taps: int) -> tuple:
+        return H, K, hidden, taps, 1, H * K, 2 * H * K, 3 * H * K
+
+    def pattern(sizes: tuple) -> list:
+        return [sizes.index(size) for size in sizes]
+
+    known, first = related(*real), None
+    for H, K, hidden in itertools.product(range(1, 9), range(1, 9), range(5, 40)):
+        sizes = related(H, K, hidden, real[3])
+        if H * K >= 6 and pattern(sizes) == pattern(known):
+            if first is None:
+                first = sizes
+            elif first[0] != H and first[1] != K:
+                return [dict(zip(known, sizes)) for sizes in (first, sizes)]
+    return 2 * [{} if first is None else dict(zip(known, first))]
+
+
+class _Trial(DeltaTrial):
+    """Runs of a class's forward, and of ours."""
+
+    TOLERANCES = {
+        torch.float32: 1e-4, torch.float64: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1,
+    }  # fmt: skip
+    USES = ((2, (2, 1, 1, 6), False), (1, (1, 1), False), (2, (7, 1, 4), False))
+    PACKING = Packing("cu_seq_lens_q", "cu_seq_lens_q")
+    MODE = Bends
+
+    def __init__(self, layout: Layout, inner: Tuple[Inner, ...]):
+        layer = inner[0]
+        super().__init__(layer.module, layer.kind, layer.source)
+        self.layout, self.inner = layout, {each.path: each for each in inner}
+        more = {each.path: Copies(each.kind, each.source, self.PACKING) for each in inner[1:]}
+        self.copied = {"": self.copies, **more}
+        self.index: Optional[str] = None
+        self.met: Optional[set] = None  # indices of the cache's layers, where they are looked for
+        self.bound, self.norms = BOUNDS[0], []
+        real = layout.heads, layout.head_dim, layout.hidden, layout.taps
+        self.scales = [self.with_ranks(sizes) for sizes in smaller(real)]
+        self.sizes = self.scales[0]
+
+    def with_ranks(self, sizes: Dict[int, int]) -> Dict[int, int]:
+        """Small sizes, also for projections to other widths."""
+        ranks = [out for _, out in self.layout.linears.values() if sizes and out not in sizes]
+        free = (n for n in itertools.count(5) if n not in sizes.values())
+        return {**dict(zip(dict.fromkeys(ranks), free)), **sizes}
+
+    def small(self, size: int) -> int:
+        return self.sizes.get(size, size)
+
+    @property
+    def width(self) -> int:
+        return self.small(self.layout.hidden)
+
+    # -- stand-ins
+
+    def owner_of(self, path: str) -> str:
+        """The part that has the attribute at a path."""
+        while path not in self.inner or not path:
+            if "." not in path:
+                return ""
+            path = path.rpartition(".")[0]
+        return path
+
+    def attributes(self, index: int) -> Dict[str, object]:
+        """Values of numbers that the forwards read, by their paths."""
+        found = {}
+        for each in self.inner.values():
+            for name, value in plain_values(each.module, each.source.reads).items():
+                path = each.below(name)
+                if type(value) in (int, float) and value < 0:
+                    found[path] = self.bound
+                elif type(value) is int:
+                    found[path] = index if path == self.index else self.small(value)
+                    if self.met is not None:
+                        found[path] = Marked(found[path])
+                        found[path].path = path
+        return found
+
+    def stubs(self, dtype) -> dict:
+        """The parts and parameters by their paths."""
+        layout, made = self.layout, {}
+        for i, (path, sizes) in enumerate(sorted(layout.linears.items())):
+            made[path] = Part(path, tuple(map(self.small, sizes)), 100 + 7 * i, self)
+        conv = self.module.get_submodule(layout.conv)
+        channels = self.small(3 * layout.channels)
+        bias = None if conv.bias is None else random(channels, seed=5).to(dtype)
+        kernel = random(channels, *conv.weight.shape[1:], seed=4).to(dtype)
+        made[layout.conv] = SimpleNamespace(weight=kernel, bias=bias)
+        made[layout.norm] = _Norm(self.small(layout.head_dim), dtype, self.norms)
+        for i, (path, shape) in enumerate(sorted(layout.vectors.items())):
+            shape = tuple(map(self.small, shape))
+            x = random(*shape, seed=11 + i)
+            if x.numel() == self.small(layout.channels):
+                biases = torch.tensor(BIASES).double()
+                x = biases.repeat(-(-x.numel() // len(biases)))[: x.numel()].view(shape)
+            made[path] = x.to(dtype)
+        return made
+
+    def twin(self, dtype, training: bool, index: int) -> nn.Module:
+        for log in (self.log, self.norms, self.copies.log):
+            log.clear()
+        return self.probe("", self.stubs(dtype), training, self.attributes(index))
+
+    def probe(self, path: str, stubs: dict, training: bool, attributes: dict) -> nn.Module:
+        """The probe module of the layer or of a part."""
+        each = self.inner[path]
+        parts, own = {}, {}
+        for name in each.module._modules:
+            below = each.below(name)
+            if below in self.inner:
+                parts[name] = self.probe(below, stubs, training, attributes)
+            elif below in stubs:
+                parts[name] = stubs[below]
+        for name in each.module._parameters:
+            if each.below(name) in stubs:
+                own[name] = stubs[each.below(name)]
+        twin = twin_of(each.module, self.copied[path].kind, parts, own)
+        twin.training = training
+        mine = {p: v for p, v in attributes.items() if self.owner_of(p) == path}
+        put(twin, {p[len(path) + 1 if path else 0 :]: value for p, value in mine.items()})
+        return twin
+
+    def ours(self, roles: Roles, dtype, index: int) -> Callable:
+        twin = self.twin(dtype, False, index)
+        bound = None if roles.bound is None else self.bound
+
+        def forward(x, cache=None, mask=None, cu_seq_lens_q=None):
+            return kda.kimi_delta_attention(twin, roles, x, cache, mask, cu_seq_lens_q, bound)
+
+        return forward
+
+    def packed(self, ends: torch.Tensor) -> dict:
+        return {"cu_seq_lens_q": ends}
+
+    # -- roles
+
+    def inputs(self, B: int, T: int, dtype, index: int = 0) -> tuple:
+        x, cache, mask = super().inputs(B, T, dtype, index)
+        if self.met is not None:
+            cache.layers = _Layers(cache.layers[0], self.met)
+        return x, cache, mask
+
+    def find_index(self) -> str:
+        """The attribute that is the layer's index in the cache."""
+        self.met = set()
+        self.find_roles()
+        met, self.met = self.met, None
+        if len(met) != 1 or None in met:
+            raise Refused("its forward asks the cache for another layer than its own")
+        return met.pop()
+
+    def candidates(self) -> Iterator[Roles]:
+        """Returns the possible roles, by what a run of the forward shows."""
+        x, _, _ = self.inputs(2, 9, torch.float64)
+        self.theirs(torch.float64, False, 0)(x)
+        flows = _Flows(x, self.log, self.norms, self.copies.log, self.layout)
+        if flows.mixed_channels != self.small(3 * self.layout.channels):
+            raise Refused("its convolution is not that of q, k and v")
+        H, P = self.small(self.layout.heads), self.small(self.layout.channels)
+        for b, f in flows.placed(H, P):
+            for A_log, dt_bias in self.vectors():
+                for bound, activation in itertools.product(self.bounds(), self.activations()):
+                    yield Roles(
+                        flows.mixed,
+                        f,
+                        flows.z,
+                        b,
+                        self.layout.conv,
+                        self.layout.norm,
+                        flows.out,
+                        A_log,
+                        dt_bias,
+                        self.index,
+                        activation,
+                        bound,
+                    )
+
+    def vectors(self) -> Iterator[tuple]:
+        sizes = {p: torch.Size(shape).numel() for p, shape in self.layout.vectors.items()}
+        for a, b in itertools.permutations(sizes):
+            if (sizes[a], sizes[b]) == (self.layout.heads, self.layout.channels):
+                yield a, b
+
+    def values_of(self, *kinds: type) -> dict:
+        """Attributes of some types that the forwards read, by their paths."""
+        found = {}
+        for each in self.inner.values():
+            for name, value in plain_values(each.module, each.source.reads).items():
+                if type(value) in kinds:
+                    found[each.below(name)] = value
+        return found
+
+    def bounds(self) -> list:
+        return [path for path, value in self.values_of(int, float).items() if value < 0] + [None]
+
+    def activations(self) -> list:
+        return list(dict.fromkeys([*self.values_of(str).values(), "silu"]))
+
+    def confirmed(self, roles: Roles) -> bool:
+        if any(len(answers) < 2 for answers in self.mode.answers.values()):
+            raise Refused("its forward compares with a number that no gate is near")
+        self.sizes, self.bound = self.scales[1], BOUNDS[1]
+        real = {small: size for size, small in self.scales[0].items()}
+        other = rescaled(roles, lambda size: self.small(real.get(size, size)))
+        return self.agree(other, (torch.float32, True, 1), {}, whole=True)
+
+
+def rescaled(roles: Roles, size_of: Callable) -> Roles:
+    """The same roles where projections have other widths."""
+    chains = *roles.mixed, roles.f, roles.z, roles.b
+    spans: Dict[str, dict] = {}
+    for step in itertools.chain(*chains):
+        if step.channels is not None:
+            spans.setdefault(step.path, {})[step.channels] = None
+    for of in spans.values():
+        start = 0
+        for span in sorted(of):
+            of[span] = start, start + size_of(span[1] - span[0])
+            start = of[span][1]
+
+    def moved(chain: Chain) -> Chain:
+        return tuple([s if s.channels is None else s._replace(channels=spans[s.path][s.channels])
+                      for s in chain])  # fmt: skip
+
+    return roles._replace(
+        mixed=tuple(map(moved, roles.mixed)), f=moved(roles.f), z=moved(roles.z), b=moved(roles.b)
+    )
+
+
+class _Flows:
+    """Which channels of which projection a layer's functions get."""
+
+    def __init__(self, x: torch.Tensor, calls: list, norms: list, functions: list, layout: Layout):
+        mixed = [y for y in functions if y.ndim == 3]
+        if len(mixed) != 1 or len(norms) != 1:
+            raise Refused("it has not one convolution and one gated norm")
+        if sorted(path for path, _, _ in calls) != sorted(layout.linears):
+            raise Refused("it does not call each of its projections once")
+        gate, normed = norms[0]
+        self.x, self.places, self.chains = x, {}, {}
+        self.left: Dict[str, List[int]] = {}  # channels whose role is not known
+        self.out = ""
+        for path, given, y in calls:
+            if torch.equal(given.flatten(), normed.flatten()):
+                self.out = path
+                continue
+            self.chains[path] = () if torch.equal(given, x) else self.chain(given, path)
+            for c, channel in enumerate(y.flatten(0, -2).T):
+                self.places[tuple(channel.tolist())] = path, c
+            self.left[path] = list(range(y.shape[-1]))
+        self.mixed_channels = mixed[0].shape[1]
+        self.mixed = tuple(self.traced(mixed[0].transpose(1, 2), "its convolution"))
+        self.z = self.chain(gate.reshape(*x.shape[:2], -1), "its gated norm")
+
+    def traced(self, given: torch.Tensor, where: str) -> Iterator[Chain]:
+        """The projections that a tensor [B, T, D] consists of."""
+        places = [self.places.get(tuple(c.tolist())) for c in given.flatten(0, -2).T]
+        if None in places or given.shape[:-1] != self.x.shape[:-1]:
+            raise Refused(f"{where} gets what is not of its projections")
+        while places:
+            (path, start), count = places[0], 1
+            while count < len(places) and places[count] == (path, start + count):
+                count += 1
+            del places[:count]
+            yield self.part(path, start, start + count)
+
+    def chain(self, given: torch.Tensor, where: str) -> Chain:
+        found = list(self.traced(given, where))
+        if len(found) != 1:
+            raise Refused(f"{where} gets what is not of one projection")
+        return found[0]
+
+    def part(self, path: str, start: int, end: int) -> Chain:
+        """Some channels of a projection, which have a role now."""
+        whole = (start, end) == (0, self.width(path))
+        self.left[path] = [c for c in self.left[path] if not start <= c < end]
+        return (*self.chains[path], Step(path, None if whole else (start, end)))
+
+    def width(self, path: str) -> int:
+        return sum(of == path for of, _ in self.places.values())
+
+    def placed(self, heads: int, channels: int) -> Iterator[Tuple[Chain, Chain]]:
+        """The possible roles of what is left: the write strength, and the gate of each channel."""
+        spans = [(path, cs[0], cs[-1] + 1) for path, cs in self.left.items() if cs]
+        if any(end - start != len(self.left[path]) for path, start, end in spans):
+            return
+        if sum(end - start for _, start, end in spans) != heads + channels:
+            return
+        if len(spans) == 1:
+            ((path, start, end),) = spans
+            middles = (start + heads, start + channels)
+            spans_of = [((path, start, m), (path, m, end)) for m in middles]
+        else:
+            spans_of = [tuple(spans)]
+        for pair in spans_of:
+            for b, f in itertools.permutations(pair):
+                if len(pair) == 2 and (b[2] - b[1], f[2] - f[1]) == (heads, channels):
+                    yield self.part(*b), self.part(*f)
+
+
+def index_of(layout: Layout, inner: Tuple[Inner, ...]) -> str:
+    """The path of a layer's index; raises Refused."""
+    with quiet(), pretending(None):
+        return _Trial(layout, inner).find_index()
+
+
+def found_by(layout: Layout, inner: Tuple[Inner, ...], index: str) -> Found:
+    """Returns the role of each part and argument; raises Refused."""
+    with quiet(), pretending(None):
+        trial = _Trial(layout, inner)
+        trial.index = index
+        trial.find_roles()
+        roles = trial.same_as(trial.candidates())
+        real = {small: size for size, small in trial.scales[0].items()}
+        roles = rescaled(roles, lambda size: real.get(size, size))
+    return Found(roles, trial.arguments(), trial.cache, trial.mask)
