@@ -13,21 +13,23 @@ import pickle
 import sys
 import tempfile
 from pathlib import Path
-from typing import Iterator, List, NamedTuple, Optional
+from typing import Dict, Iterator, List, NamedTuple, Optional
 
 import sweep_models
+import tiny_models
 import torch
 from torch import nn
 
 FAMILIES = (
     "llama", "qwen3", "qwen3_5_text", "qwen3_next", "olmo_hybrid", "gemma2", "glm4", "mixtral",
     "qwen3_moe", "deepseek_v3", "phi3", "lfm2", "cohere", "granite", "olmo2", "qwen2_moe",
-    "qwen3_5_moe_text", "gpt_oss",
+    "qwen3_5_moe_text", "gpt_oss", "kimi_linear", "bailing_hybrid", "glm5_next_text",
 )  # fmt: skip
-KINDS = ("mlp", "norm", "attention", "layer", "gdn", "experts", "router", "block")
+KINDS = ("mlp", "norm", "attention", "layer", "gdn", "kda", "experts", "router", "block")
 IN_HALF = ("experts", "router", "block")  # which are served in 16 bits alone
 ENDS = {
-    "MLP": "mlp", "RMSNorm": "norm", "Attention": "attention", "DecoderLayer": "layer",
+    "MLP": "mlp", "RMSNorm": "norm", "DeltaAttention": "kda", "TextLinearAttention": "kda",
+    "Attention": "attention", "DecoderLayer": "layer",
     "GatedDeltaNet": "gdn", "Experts": "experts", "Router": "router", "SparseMoeBlock": "block",
 }  # fmt: skip
 CACHES = ("past_key_values", "cache_params")
@@ -70,6 +72,8 @@ class Unit:
         self.cls: ast.ClassDef = copied(subject.tree)
         self.before: List[ast.stmt] = []  # statements of the module before the class
         self.attributes: dict = {}  # old name: new name, of parts and parameters
+        self.paths: dict = {}  # the same by paths, "forget_gate.A_log"
+        self.fused: Dict[str, List[str]] = {}  # a new weight: those that lie side by side in it
         self.arguments: dict = {}  # old name: new name
         self.by_keyword = False  # arguments are no more in their order
         self.old_names = False  # it may be called by the old names of arguments, too
@@ -133,6 +137,16 @@ class Subject:
         return run(copy.deepcopy(self.module).bfloat16(), self, torch.bfloat16)
 
 
+def small_model(family: str) -> nn.Module:
+    if family not in tiny_models.KDA:
+        return next(sweep_models.models(family))
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    values = {**tiny_models.BASE, **tiny_models.KDA[family], "vocab_size": 120}
+    config = CONFIG_MAPPING[family](**values)
+    return sweep_models.classes(family)[0]._from_config(config).float().eval()
+
+
 class Model:
     """A small random model, what its modules were made of and how it calls them."""
 
@@ -140,7 +154,7 @@ class Model:
         self.family, self.made = family, {}
         home = sys.modules[sweep_models.classes(family)[0].__module__]
         with self.recording(home):
-            self.model = next(sweep_models.models(family))
+            self.model = small_model(family)
         self.model.double().eval()
         if hasattr(self.model.config, "_experts_implementation_internal"):
             self.model.config._experts_implementation_internal = "eager"  # grouped_mm has no fp64
@@ -329,9 +343,15 @@ def build(cls, unit: Unit) -> nn.Module:
     subject = unit.subject
     args, kwargs = copy.deepcopy(subject.made)
     module = cls(*args, **kwargs).double().eval()
-    state = {}
-    for name, value in subject.module.state_dict().items():
+    known, state = subject.module.state_dict(), {}
+    for new, names in unit.fused.items():
+        state[new] = torch.cat([known.pop(name) for name in names])
+    for name, value in known.items():
         head, dot, rest = name.partition(".")
+        moved = [old for old in unit.paths if name == old or name.startswith(f"{old}.")]
+        if moved:
+            name = unit.paths[moved[0]] + name[len(moved[0]) :]
+            head, dot, rest = name.partition(".")
         state[unit.attributes.get(head, head) + dot + rest] = value
     module.load_state_dict(state)
     return module

@@ -11,7 +11,7 @@ from refactor_cases import Unit
 from refactor_cases import copied as copied_tree
 
 REFACTORS: Dict[str, Callable] = {}  # by name; `kinds` of each: what it is for, None for all
-WITH_CACHE = ("attention", "layer", "gdn")
+WITH_CACHE = ("attention", "layer", "gdn", "kda")
 
 
 class Inapplicable(Exception):
@@ -446,7 +446,7 @@ def one_part_renamed(unit):
     rename_attributes(unit, {name: PARTS.get(name, name + "_part")})
 
 
-@refactor(kinds=("norm", "router", "gdn", "mlp", "layer"))
+@refactor(kinds=("norm", "router", "gdn", "kda", "mlp", "layer"))
 def values_renamed(unit):
     """Attributes that are numbers and flags."""
     module = unit.subject.module
@@ -1388,7 +1388,7 @@ def keywords_reordered(unit):
     each(unit, ast.Call, change)
 
 
-@refactor(kinds=("layer", "block", "gdn"))
+@refactor(kinds=("layer", "block", "gdn", "kda"))
 def branch_on_a_part(unit):
     """`if self.mlp is not None:` around what is always done."""
     body = list(body_of(unit.forward))

@@ -516,7 +516,7 @@ for _name, (_text, _words) in READ.items():
          name=_name)  # fmt: skip
 
 
-@trap(kinds=("mlp", "norm", "router", "block", "layer", "gdn", "attention"))
+@trap(kinds=("mlp", "norm", "router", "block", "layer", "gdn", "kda", "attention"))
 def an_unknown_word_that_counts(unit):
     if unit.forward.args.kwarg is None:
         unit.forward.args.kwarg = ast.arg("kwargs")
@@ -592,7 +592,7 @@ def roles_swapped(unit):
 
 
 OF_A_KIND = {
-    "mask_left_out": (("attention", "layer", "gdn"), "attention_mask = None"),
+    "mask_left_out": (("attention", "layer", "gdn", "kda"), "attention_mask = None"),
     "weights_turned": (("experts",), "top_k_weights = top_k_weights.flip(-1)"),
     "ids_turned": (("experts",), "top_k_index = top_k_index.flip(-1)"),
     "weights_not_applied": (("experts",), "top_k_weights = torch.ones_like(top_k_weights)"),

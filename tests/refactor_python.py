@@ -29,7 +29,7 @@ from refactor_forms import (
     writes,
 )
 
-NO_BLOCK = ("mlp", "norm", "attention", "layer", "gdn")
+NO_BLOCK = ("mlp", "norm", "attention", "layer", "gdn", "kda")
 
 
 # ---------------------------------------------------------------- helpers of other sorts

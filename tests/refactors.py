@@ -26,6 +26,7 @@ from typing import Iterator, List, NamedTuple, Optional
 
 import refactor_cases as cases
 import refactor_forms as forms
+import refactor_kda  # noqa: F401 (registers its forms and traps)
 import refactor_mutants
 import refactor_python  # noqa: F401 (registers its forms)
 import torch

@@ -17,6 +17,7 @@ SAMPLE = {
     "attention": ("qwen3", 21, 0.85),
     "layer": ("llama", 21, 0.85),
     "gdn": ("qwen3_next", 19, 0.8),
+    "kda": ("kimi_linear", 19, 0.9),
     "experts": ("mixtral", 9, 0.3),
     "router": ("qwen3_moe", 9, 0.7),
     "block": ("qwen2_moe", 9, 0.7),

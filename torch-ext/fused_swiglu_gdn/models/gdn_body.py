@@ -135,6 +135,12 @@ class GdnBody(Body):
             if isinstance(base, Given) or base is VALUE:
                 self.use_arguments(node)
                 return self.attribute(base, function.attr, node)
+        if isinstance(function, ast.Attribute) and not idle:
+            base = self.expression(function.value)
+            path = f"{base.path}.{function.attr}" if isinstance(base, Own) and base.path else ""
+            if path and isinstance(found_at(self.reader.module, path), nn.Module):
+                self.reader.parts.add(path)
+                return self.use_arguments(node)
         return super().read_Call(node, idle)
 
     def use_arguments(self, node: ast.Call) -> object:
@@ -157,10 +163,6 @@ class GdnBody(Body):
             return merged(*found)
         if function is ACTIVATION:
             return self.use_arguments(node)
-        if isinstance(function, Own) and "." in function.path:
-            if isinstance(found_at(self.reader.module, function.path), nn.Module):
-                self.reader.parts.add(function.path)
-                return self.use_arguments(node)
         value = function.value if isinstance(function, Plain) else None
         plain = undispatched(value)
         name = function.place[1] if value is not None and function.place else ""

@@ -1,4 +1,4 @@
-"""A Gated DeltaNet layer of transformers and ours on the same small numbers: do they give the same?"""
+"""A Gated DeltaNet layer of transformers and ours on the same small numbers."""
 
 import itertools
 from types import SimpleNamespace

@@ -5,7 +5,7 @@ a forget gate's, are transformers' own code with all that they call, can be read
 gives on a small twin. The role of each part follows from what the forward does with it.
 """
 
-import itertools
+import collections
 from typing import Dict, Iterator, Optional, Tuple, Union
 
 import torch
@@ -22,7 +22,7 @@ from .code import GATES, Refused, why_odd_class
 from .gated_delta_net import MORE, is_depthwise
 from .gdn_body import PACKED, GdnBody
 from .kda_trial import Found, Inner, Layout, found_by, index_of
-from .reader import Source, read
+from .reader import read
 from .serving import own_class
 from .stand_ins import features
 from .trial import form_key, plain_values, remembered
@@ -74,7 +74,7 @@ def _has_parts(part: nn.Module) -> bool:
 
 
 def _layout(module: nn.Module) -> Optional[Layout]:
-    """What a module consists of, if that may be a layer of ours."""
+    """Returns the parts of a module, or None if they cannot be those of a layer of ours."""
     linears, convs, norms, vectors = {}, [], [], {}
     for path, leaf in _leaves(module):
         if not isinstance(leaf, nn.Module):
@@ -89,8 +89,8 @@ def _layout(module: nn.Module) -> Optional[Layout]:
         return None
     D, _, taps = told(module.get_submodule(convs[0]).weight, "shape")
     sizes = sorted(torch.Size(shape).numel() for shape in vectors.values())
-    first = next(iter(linears.values()))
-    return Layout(linears, convs[0], norms[0], vectors, sizes[0], D // 3, first[0], taps)
+    (hidden, _), *_ = collections.Counter(given for given, _ in linears.values()).most_common()
+    return Layout(linears, convs[0], norms[0], vectors, sizes[0], D // 3, hidden, taps)
 
 
 def _why_not_plain(module: nn.Module, layout: Layout) -> Optional[str]:

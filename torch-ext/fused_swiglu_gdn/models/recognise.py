@@ -1,7 +1,7 @@
 """Recognises a module by its parts, and finds the layer of ours that computes the same.
 
 A module is served only if that is certain: MLPs, norms, attention and decoder layers are a known
-form by their source and by a trial; a GDN layer has the parts of a known family and transformers'
+form by their source and by a trial; so are GDN and KDA layers, whose rules are transformers'
 own forward.
 """
 
