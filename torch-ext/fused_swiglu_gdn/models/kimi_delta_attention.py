@@ -87,7 +87,10 @@ def _layout(module: nn.Module) -> Optional[Layout]:
             norms.append(path)
     if len(convs) != 1 or len(norms) != 1 or len(vectors) != 2 or len(linears) < 3:
         return None
-    D, _, taps = told(module.get_submodule(convs[0]).weight, "shape")
+    shape = told(module.get_submodule(convs[0]).weight, "shape")
+    if shape is None or len(shape) != 3:  # it is elsewhere
+        return None
+    D, _, taps = shape
     sizes = sorted(torch.Size(shape).numel() for shape in vectors.values())
     (hidden, _), *_ = collections.Counter(given for given, _ in linears.values()).most_common()
     return Layout(linears, convs[0], norms[0], vectors, sizes[0], D // 3, hidden, taps)
@@ -160,7 +163,8 @@ def _read(path: str, module: nn.Module, layout: Layout) -> Inner:
         raise Refused(f"its forward calls hooks of {', '.join(sorted(hooked))}")
     if path and (source.checks or source.switches):
         raise Refused(f"the forward of {path} branches on what it is given")
-    reason = why_odd_class(kind, [*module._modules, *module._parameters], "__call__")
+    more = ("__call__",) if path else ()
+    reason = why_odd_class(kind, [*module._modules, *module._parameters], *more)
     if reason is not None:
         raise Refused(reason)
     values = plain_values(module, source.reads)
@@ -184,8 +188,8 @@ def _found(layout: Layout, inner: Tuple[Inner, ...]) -> Found:
     index = _indices[code]
     values.pop(index, None)
     layer = inner[0]
-    hidden = form_key(layer.module, layer.kind, layer.source, values)
+    of_class = form_key(layer.module, layer.kind, layer.source, values)
     biased = layer.module.get_submodule(layout.conv).bias is not None
     linears, vectors = map(tuple, (layout.linears.items(), layout.vectors.items()))
-    key = code, hidden, linears, vectors, layout[1:3], layout[4:], biased
+    key = code, of_class, linears, vectors, layout[1:3], layout[4:], biased
     return remembered(_forms, key, found_by, layout, inner, index)
