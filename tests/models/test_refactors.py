@@ -65,6 +65,41 @@ def test_traps_of_gated_delta_nets(kernel, family, trap, expected):
         refactors.cases.forget(type(module))
 
 
+KDA = [  # (family, refactor of a layer with its gate)
+    ("kimi_linear", "everything_renamed"), ("bailing_hybrid", "everything_renamed"),
+    ("glm5_next_text", "everything_renamed"), ("glm5_next_text", "gate_inlined"),
+    ("kimi_linear", "gate_read_from_outside"), ("bailing_hybrid", "gate_of_raw_values"),
+    ("kimi_linear", "qkv_fused"), ("bailing_hybrid", "qk_fused"),
+    ("kimi_linear", "output_gate_and_strength_fused"), ("bailing_hybrid", "formula_for_softplus"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("family, refactor", KDA)
+def test_roles_of_kimi_delta_attention(kernel, family, refactor):
+    """Whatever names, classes and projections its parts have."""
+    subject = next(iter(refactors.cases.Model(family).subjects(("kda",))))
+    unit, module = refactors.built(refactor, subject, False)
+    try:
+        assert refactors.is_case(module, unit)
+        assert refactors.examine(module, unit) == ("served", "")
+    finally:
+        refactors.cases.forget(type(module))
+
+
+@pytest.mark.parametrize("family", ["kimi_linear", "bailing_hybrid", "glm5_next_text"])
+def test_traps_of_kimi_delta_attention(kernel, family):
+    """A layer or a gate that computes something else is left alone, but for what is patched
+    later."""
+    subject = next(iter(refactors.cases.Model(family).subjects(("kda",))))
+    options = refactors.parsed([])
+    names = [n for n in refactors.refactor_mutants.TRAPS if n.startswith("kda_")]
+    found = list(refactors.trap_results(subject, options, names=names))
+    assert len(found) > 15
+    for result in found:
+        state = "served" if "afterwards" in result.name else "left"
+        assert result.state == state, result
+
+
 def test_a_function_of_torch_that_is_not_listed_is_not_called_patched(kernel):
     subject = next(iter(refactors.cases.Model("llama").subjects(("mlp",))))
     unit = refactors.cases.Unit(subject)

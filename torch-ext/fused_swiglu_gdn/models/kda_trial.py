@@ -160,10 +160,23 @@ class _Trial(DeltaTrial):
         self.sizes = self.scales[0]
 
     def with_ranks(self, sizes: Dict[int, int]) -> Dict[int, int]:
-        """Small sizes, also for projections to other widths."""
-        ranks = [out for _, out in self.layout.linears.values() if sizes and out not in sizes]
-        free = (n for n in itertools.count(5) if n not in sizes.values())
-        return {**dict(zip(dict.fromkeys(ranks), free)), **sizes}
+        """Small sizes, also of several of them side by side, and of other widths."""
+        found = dict(sizes)
+        free = (n for n in itertools.count(5) if n not in found.values())
+        for width in [out for _, out in self.layout.linears.values() if sizes]:
+            if width not in found:
+                terms = self.terms_of(width)
+                small = sum(count * sizes[size] for size, count in terms)
+                found[width] = small if terms and small not in found.values() else next(free)
+        return found
+
+    def terms_of(self, width: int) -> List[Tuple[int, int]]:
+        """A width as so many times the channels of k, a head dim and the heads."""
+        P, K, H = self.layout.channels, self.layout.head_dim, self.layout.heads
+        for a, c, b in itertools.product(range(width // P, -1, -1), range(3), range(3)):
+            if a * P + c * K + b * H == width:
+                return [(P, a), (K, c), (H, b)]
+        return []
 
     def small(self, size: int) -> int:
         return self.sizes.get(size, size)
