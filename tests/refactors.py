@@ -157,8 +157,8 @@ def sample(family: str, kind: str, every: int) -> List[Result]:
     return found + list(trap_results(subject, options, every))
 
 
-def trap_results(subject, options, every: int = 1, names=None) -> Iterator[Result]:
-    names = list(refactor_mutants.TRAPS)[::every] if names is None else names
+def trap_results(subject, options, every: int = 1) -> Iterator[Result]:
+    names = list(refactor_mutants.TRAPS)[::every]
     for label, unit, module in refactor_mutants.traps(subject, options.user, names):
         name = f"{subject.name}.trap~{label}"
         try:
