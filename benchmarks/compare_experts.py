@@ -13,13 +13,12 @@ are timed eagerly, as steps are.
 """
 
 import json
-import statistics
 import sys
 from functools import partial
 
 import torch
 import torch.nn.functional as F
-from kernel_time import event_ms, graph_ms, host_us, seconds
+from kernel_time import event_ms, graph_ms, host_us, memory, seconds
 from runner import DEVICE, SECONDS, in_fresh_process, load_package, relative_error, run
 
 MODELS = {  # experts, slots of a token, model width, hidden width
@@ -48,7 +47,7 @@ ARGUMENTS = {
     "--sonicmoe": {"action": "store_true", "help": "beside SonicMoE, eagerly"},
     **SECONDS,
 }
-STEPS, CALL_ONCE = 5, "--call-once"
+CALL_ONCE = "--call-once"
 
 
 class Module(torch.nn.Module):
@@ -181,24 +180,6 @@ def measure_forward(package, model, T, weights, sonic=False) -> dict:
     return row
 
 
-def one_step(call, args, leaves, dout) -> tuple:
-    """(ms, MiB held between forward and backward, MiB at the peak), beyond what was there."""
-    for leaf in leaves:
-        leaf.grad = None
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    out = call(*args)
-    held = torch.cuda.memory_allocated() - before - out.nbytes
-    out.backward(dout)
-    stop.record()
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
-    return start.elapsed_time(stop), held / 2**20, peak / 2**20
-
-
 def measure_training(package, model, T, sonic=False) -> dict:
     """A step with the gradients of x, both weights and the routing weights."""
     weights = weights_of(model, requires_grad=True)
@@ -208,14 +189,18 @@ def measure_training(package, model, T, sonic=False) -> dict:
     row.update(limit_us=3 * limit_us(model, T, ids), held_mib={}, peak_mib={})
     calls = contenders(package, weights, sonic)
     calls["ours, recompute=True"] = partial(ours, package, weights, recompute=True)
+
+    def backward(out):
+        return torch.autograd.grad(out, (x, top, *weights), dout)
+
     for name, call in calls.items():
-        leaves = (x, top, *weights)
+        forward = partial(call, x, ids, top)
+        step = partial(lambda forward: backward(forward()), forward)
         if sonic:
-            first = partial(one_step, call, (x, ids, top), leaves, dout)
-            row.setdefault("first_s", {})[name] = seconds(first)
-        steps = [one_step(call, (x, ids, top), leaves, dout) for _ in range(STEPS)]
-        row["us"][name] = 1e3 * statistics.median(ms for ms, _, _ in steps[1:])
-        _, row["held_mib"][name], row["peak_mib"][name] = steps[-1]
+            row.setdefault("first_s", {})[name] = seconds(step)
+        row["us"][name] = 1e3 * event_ms(step)
+        held, row["peak_mib"][name] = memory(forward, backward)
+        row["held_mib"][name] = held - dout.nbytes / 2**20  # without the result
     return row
 
 

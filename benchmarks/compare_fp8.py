@@ -32,6 +32,10 @@ def quantised_weight(weight: torch.Tensor) -> tuple:
     return codes.flatten(2).flatten(0, 1), (1.0 / scale)[:, 0, :, 0].contiguous()
 
 
+def dequantised(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return codes.double() * scale.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
+
+
 def stand_in(x, weight, scale, block_size, output_dtype, activation_scale=None):
     """x [..., K] quantised by DeepGEMM's per_token_cast_to_fp8, times the weight."""
     groups = x.view(-1, x.shape[-1] // 128, 128)
@@ -109,8 +113,7 @@ def exact(both, x: torch.Tensor) -> torch.Tensor:
     """y in fp64 on dequantised weights."""
 
     def times(part, x):
-        wide = part.weight_scale_inv.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
-        return x @ (part.weight.double() * wide).t()
+        return x @ dequantised(part.weight, part.weight_scale_inv).t()
 
     norm, mlp = both
     x = norm(x).double()

@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 from compare_experts import MODELS, TITLES, inputs
+from compare_fp8 import dequantised, quantised_weight
 from kernel_time import graph_ms, host_us
 from runner import DEVICE, relative_error, run, submodule
 
@@ -24,16 +25,8 @@ TOKENS, SOME = (1, 16, 64, 512, 2048, 8192), 16
 
 
 def quantised(weight: torch.Tensor) -> tuple:
-    """As transformers quantises [E, N, K], an expert at a time: codes and 1 / scale."""
-    E, N, K = weight.shape
-    codes = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
-    scales = torch.empty(E, N // 128, K // 128, device=weight.device)
-    for e in range(E):
-        blocks = weight[e].float().unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
-        scale = 448.0 / blocks.abs().amax((1, 3), keepdim=True)
-        codes[e] = (blocks * scale).clamp(-448, 448).to(codes.dtype).flatten(2).flatten(0, 1)
-        scales[e] = 1.0 / scale[:, 0, :, 0]
-    return codes, scales
+    """Codes and scales of [E, N, K], an expert at a time."""
+    return tuple(map(torch.stack, zip(*map(quantised_weight, weight))))
 
 
 def problem(model: str) -> tuple:
@@ -52,15 +45,11 @@ def limit_us(model: str, T: int, ids: torch.Tensor) -> float:
 
 def exact(w_gate_up, s_gate_up, w_down, s_down, x, ids, top) -> torch.Tensor:
     """In fp64, [T, H]."""
-
-    def wide(codes, scale):
-        return codes.double() * scale.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
-
     y = torch.zeros(x.shape, device=x.device, dtype=torch.float64)
     for e in ids.unique().tolist():
         token, slot = (ids == e).nonzero(as_tuple=True)
-        gate, up = (x[token].double() @ wide(w_gate_up[e], s_gate_up[e]).t()).chunk(2, 1)
-        found = (torch.nn.functional.silu(gate) * up) @ wide(w_down[e], s_down[e]).t()
+        gate, up = (x[token].double() @ dequantised(w_gate_up[e], s_gate_up[e]).t()).chunk(2, 1)
+        found = (torch.nn.functional.silu(gate) * up) @ dequantised(w_down[e], s_down[e]).t()
         y.index_add_(0, token, found * top[token, slot].double().unsqueeze(1))
     return y
 

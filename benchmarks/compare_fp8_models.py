@@ -16,12 +16,11 @@ import copy
 import gc
 from functools import partial
 
-import kernel_time
 import torch
 from compare_fp8 import PEER, in_fp8, stand_in_for_hub
 from compare_generate import TURNS, decode_with_fla, graph_us
-from kernel_time import wall
-from model_cases import PROMPT, greedy_step, model_of
+from kernel_time import in_turns, memory, wall
+from model_cases import PROMPT, model_of, prompts, tokens
 from runner import relative_error, run
 
 TITLES = {"llama": "Llama, 8 layers", "qwen3_5": "Qwen3.5, 16 layers"}
@@ -39,21 +38,6 @@ def all_in_fp8(model: torch.nn.Module) -> torch.nn.Module:
     return other
 
 
-def extra_mib(call) -> float:
-    """What a call holds at its peak beyond what is there before it."""
-    call()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
-
-
-def in_turns(calls: dict) -> dict:
-    return kernel_time.in_turns(calls, TURNS, lambda call: call())
-
-
 def rows_of(package, name: str):
     bf16 = model_of(name, cast=True)
     bf16.generation_config.eos_token_id = None
@@ -66,28 +50,25 @@ def rows_of(package, name: str):
     for side in ("ours", "ours, bf16"):
         print(package.kernelize(models[side], cuda_graphs=True), flush=True)
     kernelize_mib = (torch.cuda.memory_allocated() - before) / 2**20
-    config, title = bf16.config, TITLES[name]
-    ids = torch.randint(5, config.vocab_size, (1, PROMPT), device="cuda")
-    calls = {n: partial(m, ids, use_cache=True, logits_to_keep=1) for n, m in models.items()}
-    error = {n: calls[n]().logits.double() for n in models}
+    title, calls = TITLES[name], prompts(models)
+    error = {n: call().double() for n, call in calls.items()}
     row = {"what": f"{title}, prompt of {PROMPT} tokens in FP8"}
-    row["us"] = in_turns({n: partial(wall, call) for n, call in calls.items()})
+    row["us"] = in_turns(calls, TURNS, wall)
     plain = error.pop("ours, bf16")
     row["from_bf16"] = {name: relative_error(y, plain) for name, y in error.items()}
     row["kernelize_mib"] = kernelize_mib
-    row["extra_mib"] = {n: extra_mib(call) for n, call in calls.items()}
+    row["extra_mib"] = {n: memory(call)[1] for n, call in calls.items()}
     yield row
-    ids = torch.randint(5, config.vocab_size, (EAGER, 128), device="cuda")
-    steps = {n: greedy_step(m, models["ours"], ids) for n, m in models.items()}
+    steps = tokens(models, "ours", EAGER)
     yield {
         "what": f"{title}, an eager token of {EAGER} sequences in FP8",
-        "us": in_turns({n: partial(wall, step) for n, step in steps.items()}),
+        "us": in_turns(steps, TURNS, wall),
     }
     for batch in GRAPHED:
         graphs = {n: partial(graph_us, models[n], batch) for n in ("ours", "ours, bf16")}
         yield {
             "what": f"{title}, a token's CUDA graph in FP8, batch {batch}",
-            "us": in_turns(graphs),
+            "us": in_turns(graphs, TURNS, lambda graph: graph()),
         }
 
 

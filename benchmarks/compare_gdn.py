@@ -32,15 +32,16 @@ ARGUMENTS = {
 }
 
 
-def tensors(B, T, H, HV, gates, seed=0):
+def tensors(B, T, H, HV, gates, seed=0, device="cuda"):
+    """q, k, v, g, beta and a state of zeros."""
     torch.manual_seed(seed)
-    q, k = torch.randn(2, B, T, H, 128, device="cuda").bfloat16().unbind(0)
-    v = torch.randn(B, T, HV, 128, device="cuda").bfloat16()
-    raw = torch.randn(B, T, HV, device="cuda")
-    decay = torch.empty(HV, device="cuda").uniform_(0.01, 16)
+    q, k = torch.randn(2, B, T, H, 128, device=device).bfloat16().unbind(0)
+    v = torch.randn(B, T, HV, 128, device=device).bfloat16()
+    raw = torch.randn(B, T, HV, device=device)
+    decay = torch.empty(HV, device=device).uniform_(0.01, 16)
     g = -decay * F.softplus(raw * 0.1 + 1) if gates == "qwen" else F.logsigmoid(raw + 4)
-    beta = torch.rand(B, T, HV, device="cuda")
-    state = torch.zeros(B, HV, 128, 128, device="cuda")
+    beta = torch.rand(B, T, HV, device=device)
+    state = torch.zeros(B, HV, 128, 128, device=device)
     return q, k, v, g, beta, state
 
 

@@ -11,14 +11,13 @@ squares over eight draws.
 """
 
 import contextlib
-import statistics
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from kernel_time import kernels_of, milliseconds
 from peers import keep_fla_to_triton, lift_fla_guard, warm_up, working
-from runner import relative_error, run
+from runner import over_draws, relative_error, run
 
 SHAPES = [  # B, H, HV, T
     *((1, 16, 32, 8192), (1, 16, 32, 32768), (4, 16, 32, 4096)),
@@ -83,18 +82,10 @@ def measure(package, B, H, HV, T, only) -> dict:
     }  # fmt: skip
 
 
-def recurrence(q, k, v, g, beta, state):
-    """o and the final state in the dtype of the tensors, token by token."""
-    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-    R = v.shape[2] // q.shape[2]
-    q, k = (x.repeat_interleave(R, 2) for x in (q, k))
-    o = []
-    for t in range(q.shape[1]):
-        state = state * g[:, t].exp()[:, :, None, None]
-        write = beta[:, t, :, None] * (v[:, t] - torch.einsum("bhk,bhkv->bhv", k[:, t], state))
-        state = state + k[:, t, :, :, None] * write[:, :, None, :]
-        o.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state) * 128**-0.5)
-    return torch.stack(o, 1), state
+def recurrence(package, x) -> tuple:
+    """o and the final state, token by token in fp64."""
+    *given, state = (y.double() for y in x)
+    return package.fused_recurrent_gated_delta_rule(*given, initial_state=state, **OPTIONS)
 
 
 def errors(package, T, only) -> dict:
@@ -103,15 +94,15 @@ def errors(package, T, only) -> dict:
     for seed in range(SEEDS):
         leaves, outer = tensors(1, *ERROR_HEADS, T, seed)
         wide = [x.detach().double().requires_grad_() for x in leaves]
-        want = recurrence(*wide)
+        want = recurrence(package, wide)
         want = [*want, *torch.autograd.grad(want, wide, [x.double() for x in outer])]
         makers = {way: partial(partial, whole, package, way, leaves, outer) for way in only}
         for way, call in working(makers).items():
             found[way].append(list(map(relative_error, call(), want)))
     row = {"T": T, "heads": list(ERROR_HEADS), "error": {}}
     for way, draws in ((way, draws) for way, draws in found.items() if draws):
-        means = [statistics.mean(e * e for e in column) ** 0.5 for column in zip(*draws)]
-        row["error"][way] = {name: float(f"{mean:.2e}") for name, mean in zip(NAMES, means)}
+        means = zip(NAMES, over_draws(draws))
+        row["error"][way] = {name: float(f"{mean:.2e}") for name, mean in means}
     return row
 
 

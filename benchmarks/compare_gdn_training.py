@@ -9,9 +9,10 @@ backward off as in compare_gdn_backward.py. The contenders take turns.
 
 import copy
 import gc
+from functools import partial
 
 import torch
-from kernel_time import milliseconds
+from kernel_time import memory, milliseconds
 from model_cases import LAYER, PROMPT, randomize
 from peers import install_fla_convolution, lift_fla_guard, warm_up
 from runner import relative_error, run
@@ -35,22 +36,13 @@ def tensors():
     return x.clone().requires_grad_(), dy
 
 
+def gradients(module, x, dy, y):
+    """Of x and the parameters, y being module(x)."""
+    return torch.autograd.grad(y, [x, *module.parameters()], dy)
+
+
 def step(module, x, dy):
-    """Gradients of x and the parameters."""
-    return torch.autograd.grad(module(x), [x, *module.parameters()], dy)
-
-
-def memory(module, x, dy) -> dict:
-    """MiB beyond the parameters and inputs: held between forward and backward, and at the peak."""
-    gc.collect()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    y = module(x)
-    held = torch.cuda.memory_allocated() - before
-    torch.autograd.grad(y, [x, *module.parameters()], dy)
-    peak = torch.cuda.max_memory_allocated() - before
-    return {"held_mib": held / 2**20, "peak_mib": peak / 2**20}
+    return gradients(module, x, dy, module(x))
 
 
 def rows(package, options):
@@ -60,9 +52,9 @@ def rows(package, options):
     modules = {"before": before, "after": copy.deepcopy(before)}
     print(package.kernelize(modules["after"], mode="training"))
     x, dy = tensors()
-    gradients = [step(module, x, dy) for module in modules.values()]
-    row = {"tokens": PROMPT, "largest_difference": max(map(relative_error, *gradients))}
-    del gradients
+    found = [step(module, x, dy) for module in modules.values()]
+    row = {"tokens": PROMPT, "largest_difference": max(map(relative_error, *found))}
+    del found
     calls = {}
     for name, module in modules.items():
         calls[name, "step_ms"] = lambda m=module: step(m, x, dy)
@@ -70,7 +62,9 @@ def rows(package, options):
     times = milliseconds(calls, rounds=5, rep=60)
     for name, module in modules.items():
         row[name] = {what: times[name, what] for what in ("step_ms", "forward_ms")}
-        row[name].update(memory(module, x, dy))
+        gc.collect()
+        held, peak = memory(partial(module, x), partial(gradients, module, x, dy))
+        row[name].update(held_mib=held, peak_mib=peak)
     yield row
 
 

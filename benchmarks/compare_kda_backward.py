@@ -11,14 +11,13 @@ Those of A_log and dt_bias, sums of terms of either sign, are relative to the ro
 terms' squares. Rows of FLA that do not fit into --seconds are left out.
 """
 
-import sys
 import time
 from functools import partial
 
 import torch
 from compare_kda import ERRORS, load_fla, prompt
 from kernel_time import kernels_of, milliseconds
-from peers import working
+from peers import lift_fla_guard, working
 from runner import run
 
 SHAPES = {
@@ -28,12 +27,6 @@ SHAPES = {
     "H 64, 8192": (1, 8192, 64, None),
 }
 RAW = {"raw, softplus": None, "raw, bounded": -5.0}
-
-
-def without_guards() -> None:
-    for name, module in list(sys.modules.items()):
-        if name.startswith("fla.") and hasattr(module, "TRITON_ABOVE_3_7_1"):
-            module.TRITON_ABOVE_3_7_1 = True
 
 
 def calls_of(function, x, options, safe: dict) -> dict:
@@ -123,7 +116,7 @@ def rows(package, options):
     ways = {"ours": (package.chunk_kda, {})}
     if fla:
         ways.update(fla_safe=(fla, {"safe_gate": True}), fla=(fla, {}))
-        without_guards()
+        lift_fla_guard()
     for name, case in SHAPES.items():
         for way, (function, more) in ways.items():
             if way != "ours" and time.perf_counter() - began > options.of_fla:

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 from kernel_time import graphed, in_turns, kernels_of, wall
-from model_cases import LAYER, PROMPT, greedy_step, model_of
+from model_cases import LAYER, PROMPT, model_of, prompts, tokens
 from peers import install_fla_convolution, warm_up
 from runner import load_package, relative_error, run
 
@@ -56,18 +56,12 @@ def layer_calls(layers: dict, batches):
 
 def model_calls(name: str, models: dict, batches):
     """The same of a whole model; a token is a greedy step on static states."""
-    config = models["before"].config
-    ids = torch.randint(0, config.vocab_size, (1, PROMPT), device="cuda")
-    yield (
-        f"{name}: prompt of {PROMPT}",
-        {n: lambda m=m: m(ids, use_cache=True, logits_to_keep=1).logits for n, m in models.items()},
-    )
+    yield f"{name}: prompt of {PROMPT}", prompts(models)
     for batch in batches:
-        ids = torch.randint(0, config.vocab_size, (batch, 128), device="cuda")
-        calls = {n: greedy_step(m, models["after"], ids) for n, m in models.items()}
-        yield f"{name}: token, batch {batch}", calls
+        yield f"{name}: token, batch {batch}", tokens(models, "after", batch)
     if name != "model":
-        x = torch.randn(1, 1, config.hidden_size, device="cuda", dtype=torch.bfloat16)
+        width = models["before"].config.hidden_size
+        x = torch.randn(1, 1, width, device="cuda", dtype=torch.bfloat16)
         calls = {n: partial(m.model.layers[0].mlp, x) for n, m in models.items()}
         yield f"{name}: block of experts, 1 token", calls
 

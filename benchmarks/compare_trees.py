@@ -3,11 +3,11 @@
     python benchmarks/compare_trees.py --against REV_OR_FOLDER [--rounds 200] [--out FILE]
                                        [--calls decoding swiglus experts prefills layers training]
 
-Times the calls that users make most with this tree and with another one, a revision of this
-repository or a folder that holds one, in turn. For each call: the host's time until the call
-returns, and the time of its kernels by CUDA graph (of a training step, the time by the clock until
-the GPU is done). Exits with 1 if any is above LIMIT times that of the other tree. Needs a GPU; the
-rows of whole layers need transformers.
+Times some calls of tools/launched.py, and whole layers, with this tree and with another one, a
+revision of this repository or a folder that holds one, in turn. For each call: the host's time
+until it returns, and the time of its kernels by CUDA graph (of a training step, the time by the
+clock until the GPU is done). Exits with 1 if any is above LIMIT times that of the other tree. Needs
+a GPU; the rows of whole layers need transformers.
 """
 
 import argparse
@@ -18,13 +18,18 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Callable
 
 import torch
 from kernel_time import microseconds
 from runner import ROOT, load_package, machine, parse_on_gpu, save
 
+# isort: split
+import launched  # of tools/, where runner has imports look
+
 LIMIT = 1.03
 DEVICE, DTYPE = "cuda", torch.bfloat16
+launched.DEVICE = DEVICE
 
 
 def copy_of(where: str, scratch: Path) -> Path:
@@ -43,71 +48,16 @@ def copy_of(where: str, scratch: Path) -> Path:
     return package
 
 
-def normal(*shape, grad=False):
-    return (torch.randn(*shape, device=DEVICE, dtype=DTYPE) * 0.5).requires_grad_(grad)
-
-
-def rule_inputs(B, T, H, HV, grad=False):
-    """q, k, v, raw gates and raw beta, and what turns them into gates."""
-    q, k, v = normal(B, T, H, 128), normal(B, T, H, 128), normal(B, T, HV, 128)
-    tensors = [x.requires_grad_(grad) for x in (q, k, v, normal(B, T, HV), normal(B, T, HV))]
-    gates = {
-        "A_log": torch.rand(HV, device=DEVICE),
-        "dt_bias": torch.ones(HV, device=DEVICE),
-        "use_gate_in_kernel": True,
-        "use_beta_sigmoid_in_kernel": True,
-        "use_qk_l2norm_in_kernel": True,
-    }
-    return tensors, gates
+def listed(*names) -> Callable:
+    """A function of a tree's package that gives the calls of these names."""
+    return lambda kernel: {name: launched.CALLS[name](kernel) for name in names}
 
 
 def prefills(kernel) -> dict:
-    tensors, gates = rule_inputs(1, 2048, 16, 32)
-    ends = torch.tensor([0, 700, 1500, 2048], device=DEVICE)
-    packed = {**gates, "cu_seqlens": ends}
-    few, few_gates = rule_inputs(1, 8192, 2, 8)
-    rule = kernel.chunk_gated_delta_rule
-
-    def alternating():
-        rule(*tensors, output_final_state=True, **gates)
-        rule(*tensors, output_final_state=True, **packed)
-
-    return {
-        "prefill 2048, 16/32": lambda: rule(*tensors, output_final_state=True, **gates),
-        "prefill 2048, 16/32, packed": lambda: rule(*tensors, output_final_state=True, **packed),
-        "prefill 2048, both in turn": alternating,
-        "prefill 8192, 2/8": lambda: rule(*few, output_final_state=True, **few_gates),
-    }
-
-
-def decoding(kernel) -> dict:
-    tensors, gates = rule_inputs(1, 1, 16, 32)
-    state = torch.zeros(1, 32, 128, 128, device=DEVICE)
-    options = {"initial_state": state, "output_final_state": True, "inplace_final_state": True}
-    step = kernel.fused_recurrent_gated_delta_rule
-    return {"decode, batch 1, in place": lambda: step(*tensors, **options, **gates)}
-
-
-def swiglus(kernel) -> dict:
-    w_gate, w_up = normal(14336, 4096), normal(14336, 4096)
-
-    def product(x):
-        return lambda: kernel.fused_swiglu(x, w_gate, w_up)
-
-    return {f"fused_swiglu, M {M}": product(normal(M, 4096)) for M in (1, 64, 512)}
-
-
-def experts(kernel) -> dict:
-    """The routed experts of Qwen3-30B."""
-    E, K, H, I = 128, 8, 2048, 768  # noqa: E741
-    gate_up, down = normal(E, 2 * I, H), normal(E, H, I)
-
-    def mixture(T):
-        weights, ids = torch.randn(T, E, device=DEVICE).softmax(-1).topk(K)
-        x = normal(T, H)
-        return lambda: kernel.fused_experts(x, gate_up, down, ids, weights)
-
-    return {f"experts, {T} tokens": mixture(T) for T in (1, 64, 8192)}
+    names = "gdn prefill, from states", "gdn prefill, packed", "gdn prefill, long, packed"
+    found = listed(*names)(kernel)
+    one, other, _ = found.values()
+    return {**found, "gdn prefill, the first two in turn": lambda: (one(), other())}
 
 
 def decoder_token(kernel) -> dict:
@@ -118,7 +68,7 @@ def decoder_token(kernel) -> dict:
     model = LlamaModel(config).to(DEVICE, DTYPE).eval()
     assert not kernel.kernelize(model).left
     (layer,), cache = model.layers, StaticCache(config, max_cache_len=1024)
-    token, tables = normal(1, 1, 4096), normal(2, 1, 1, 128).unbind()
+    token, tables = launched.values(1, 1, 4096), launched.values(2, 1, 1, 128).unbind()
     mask = torch.ones(1, 1, 1, 1024, dtype=torch.bool, device=DEVICE)
     given = {"attention_mask": mask, "position_embeddings": tables, "past_key_values": cache}
     layer(token, **given)
@@ -139,43 +89,13 @@ def layers(kernel) -> dict:
     )
     layer = Qwen3_5GatedDeltaNet(config, 0).to(DEVICE, DTYPE).eval()
     assert kernel.kernelize(layer).served
-    prompt, token = normal(1, 2048, 2048), normal(1, 1, 2048)
+    prompt, token = launched.values(1, 2048, 2048), launched.values(1, 1, 2048)
     cache = DynamicCache(config=config)
     layer(prompt, cache_params=cache)
     return {
         "layer, prompt 2048": lambda: layer(prompt, cache_params=None),
         "layer, next token": lambda: layer(token, cache_params=cache),
         **decoder_token(kernel),
-    }
-
-
-def training(kernel) -> dict:
-    """Steps forward and backward, whose kernels cannot be captured without what surrounds them."""
-    x = normal(8192, 4096, grad=True)
-    weights = [normal(*shape, grad=True) for shape in ((14336, 4096),) * 2 + ((4096, 14336),)]
-    tensors, gates = rule_inputs(1, 8192, 16, 32, grad=True)
-
-    def mlp():
-        y = kernel.fused_swiglu_mlp(x, *weights)
-        torch.autograd.grad(y, [x, *weights], y)
-
-    E, K, H, I = 128, 8, 2048, 768  # noqa: E741
-    routed, gate_up = normal(4096, H, grad=True), normal(E, 2 * I, H, grad=True)
-    down = normal(E, H, I, grad=True)
-    chosen, ids = torch.randn(4096, E, device=DEVICE).softmax(-1).topk(K)
-
-    def mixture():
-        y = kernel.fused_experts(routed, gate_up, down, ids, chosen)
-        torch.autograd.grad(y, [routed, gate_up, down], y)
-
-    def rule():
-        o, _ = kernel.chunk_gated_delta_rule(*tensors, **gates)
-        torch.autograd.grad(o, tensors, o)
-
-    return {
-        "MLP training step, 8192 rows": mlp,
-        "rule, training step, 8192": rule,
-        "experts, training step, 4096": mixture,
     }
 
 
@@ -223,9 +143,13 @@ def compared(make, kernels: dict, rounds: int, is_training: bool) -> list:
 
 
 CALLS = {
-    "decoding": decoding, "swiglus": swiglus, "experts": experts, "prefills": prefills,
-    "layers": layers, "training": training,
-}  # fmt: skip
+    "decoding": listed("gdn decode, batch 1, float32 [K, V]"),
+    "swiglus": listed(*(f"swiglu forward, M {M}" for M in (1, 64, 512))),
+    "experts": listed(*(f"experts forward, T {T}" for T in (1, 64, 8192))),
+    "prefills": prefills,
+    "layers": layers,
+    "training": listed("swiglu training", "gdn training, raw gates", "experts training, T 4096"),
+}
 
 
 def main() -> int:

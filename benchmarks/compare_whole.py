@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Callable
 
 import torch
-from kernel_time import in_turns, kernels_of, wall
-from model_cases import PROMPT, greedy_step, model_of
+from kernel_time import in_turns, kernels_of, memory, wall
+from model_cases import PROMPT, model_of, prompts, tokens
 from peers import install_fla_convolution, lift_fla_guard, share_autotuning, working
 from runner import run, wait_for
 
@@ -87,13 +87,8 @@ def peak_memory(call, model, models: list) -> float:
     """GiB of a call of a model, its weights among them and other models' not."""
     for other in models:
         other.zero_grad(set_to_none=True)
-    torch.cuda.synchronize()
     weights = {p.data_ptr(): p.nbytes for p in model.parameters()}
-    others = torch.cuda.memory_allocated() - sum(weights.values())
-    torch.cuda.reset_peak_memory_stats()
-    call()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - others) / 2**30
+    return memory(call)[1] / 2**10 + sum(weights.values()) / 2**30
 
 
 def training_step(model, ids):
@@ -130,17 +125,12 @@ def with_liger(name: str, model, **options) -> Callable:
 
 def calls_of(name: str, models: dict, what: str, batches: list):
     """(what, {side: call}) of a model's rows."""
-    config = models["ours"].config
     if what == "prompt":
-        ids = torch.randint(5, config.vocab_size, (1, PROMPT), device="cuda")
-        calls = {n: partial(m, ids, use_cache=True, logits_to_keep=1) for n, m in models.items()}
-        yield f"{name}: prompt of {PROMPT}", calls
+        yield f"{name}: prompt of {PROMPT}", prompts(models)
     for batch in batches if what == "token" else ():
-        ids = torch.randint(5, config.vocab_size, (batch, 128), device="cuda")
-        calls = {n: greedy_step(m, models["ours"], ids) for n, m in models.items()}
-        yield f"{name}: token, batch {batch}", calls
+        yield f"{name}: token, batch {batch}", tokens(models, "ours", batch)
     if what == "training":
-        ids = torch.randint(5, config.vocab_size, (1, TRAINING), device="cuda")
+        ids = torch.randint(5, models["ours"].config.vocab_size, (1, TRAINING), device="cuda")
         calls = {n: partial(training_step, m, ids) for n, m in models.items()}
         yield f"{name}: training step of {TRAINING}", calls
 

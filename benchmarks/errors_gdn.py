@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from compare_gdn_backward import OPTIONS, recurrence
 from peers import keep_fla_to_triton, peer, working
-from runner import relative_error, run, submodule
+from runner import over_draws, relative_error, run, submodule
 
 GATES = ("qwen", "slow", "g=0", "g=-30")
 BETAS = ("random", "0", "1")
@@ -61,21 +61,17 @@ def functions(package) -> dict:
 
 
 @torch.no_grad()
-def compare(ways: dict, case: tuple, dtype) -> dict:
+def compare(package, ways: dict, case: tuple, dtype) -> dict:
     """By name the errors of o and of the state: root mean squares over the seeds. The portable
     kernels serve fp32."""
     found = {name: [] for name in ways if name != "hopper" or dtype != torch.float32}
     for seed in range(SEEDS):
         x = tensors(*case, dtype, seed)
-        want = recurrence(*(y.double() for y in x))
+        want = recurrence(package, x)
         makers = {name: partial(partial, ways[name], x) for name in found}
         for name, call in working(makers).items():
             found[name].append(list(map(relative_error, call(), want)))
-    return {
-        name: [(sum(e * e for e in column) / len(column)) ** 0.5 for column in zip(*draws)]
-        for name, draws in found.items()
-        if draws
-    }
+    return {name: over_draws(draws) for name, draws in found.items() if draws}
 
 
 def rows(package, options):
@@ -83,7 +79,8 @@ def rows(package, options):
     ways = functions(package)
     for dtype in DTYPES:
         for case in CASES:
-            yield {"dtype": str(dtype)[6:], "case": case, "error": compare(ways, case, dtype)}
+            error = compare(package, ways, case, dtype)
+            yield {"dtype": str(dtype)[6:], "case": case, "error": error}
 
 
 if __name__ == "__main__":

@@ -63,13 +63,9 @@ def fp8_mlp(package, M):
 
 def fp8_experts(package, T):
     from compare_experts import inputs
-    from compare_fp8_experts import quantised
+    from compare_fp8_experts import problem
 
-    E, H, N = 256, 2048, 512
-    weights = [
-        t for shape in ((E, 2 * N, H), (E, H, N))
-        for t in quantised(torch.randn(shape, device="cuda", dtype=torch.bfloat16))
-    ]  # fmt: skip
+    _, weights = problem("35B")
     x, ids, top = inputs("35B", T, 0)
     return lambda: submodule("experts.ops_fp8").fp8_experts(x, *weights, ids, top)
 

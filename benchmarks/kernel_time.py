@@ -91,6 +91,19 @@ def event_ms(call: Callable) -> float:
     return statistics.median(times[2:])
 
 
+def memory(forward: Callable, backward: Callable = lambda out: None) -> Tuple[float, float]:
+    """MiB that are allocated after forward(), and at the peak of it and of backward(its result),
+    beyond what was allocated before."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = forward()
+    held = torch.cuda.memory_allocated() - before
+    backward(out)
+    torch.cuda.synchronize()
+    return held / 2**20, (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
 def kernels_of(call: Callable, calls: int = 1) -> List[Tuple[str, float]]:
     """(name, microseconds) of each kernel of several calls, one after another."""
     from torch.profiler import ProfilerActivity, profile

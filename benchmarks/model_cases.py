@@ -1,6 +1,6 @@
 """The models that are timed, by their sizes and with random weights, and a token of one of them."""
 
-from typing import Callable
+from typing import Callable, Dict
 
 import torch
 
@@ -94,6 +94,22 @@ def model_of(name: str, cast: bool = False, device: str = "cuda", **more) -> tor
         else:
             model = getattr(transformers, kind)._from_config(config, dtype=torch.bfloat16)
         return randomize(model).bfloat16().eval() if cast or not kind else randomize(model).eval()
+
+
+def prompts(models: Dict[str, torch.nn.Module]) -> Dict[str, Callable]:
+    """Calls that give the last logits of a prompt, by the model's name."""
+    words = next(iter(models.values())).config.vocab_size
+    ids = torch.randint(5, words, (1, PROMPT), device="cuda")
+    return {
+        n: lambda m=m: m(ids, use_cache=True, logits_to_keep=1).logits for n, m in models.items()
+    }
+
+
+def tokens(models: Dict[str, torch.nn.Module], first: str, batch: int) -> Dict[str, Callable]:
+    """greedy_step of each model for so many sequences; first: the name of the one that reads the
+    prompts."""
+    ids = torch.randint(5, models[first].config.vocab_size, (batch, 128), device="cuda")
+    return {n: greedy_step(m, models[first], ids) for n, m in models.items()}
 
 
 def greedy_step(model, first, ids: torch.Tensor) -> Callable:

@@ -8,14 +8,14 @@ import copy
 import os
 import sys
 from functools import partial
-from typing import Callable, List
+from typing import Callable
 
+import compare_gdn
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from conftest import load_package, relative_error
 from parallel_worker import LeftOut, Part, Worker
-from peers import share_autotuning, shorten_autotuning
+from peers import lift_fla_guard, share_autotuning, shorten_autotuning
 from records import GATES
 from tiny_models import mlps_and_gdn
 
@@ -34,15 +34,9 @@ def sizes(worker: Worker, T: int, H: int, HV: int) -> tuple:
     return (T, H, HV) if worker.on_gpu else (256, 1, 2)
 
 
-def tensors(worker: Worker, T: int, H: int, HV: int, gates: str) -> List[torch.Tensor]:
+def tensors(worker: Worker, T: int, H: int, HV: int, gates: str) -> tuple:
     """q, k, v, g, beta of a stream, the same in all processes."""
-    random = torch.Generator(worker.device).manual_seed(0)
-    where = {"generator": random, "device": worker.device}
-    q, k = torch.randn(2, 1, T, H, 128, **where).bfloat16().unbind(0)
-    v = torch.randn(1, T, HV, 128, **where).bfloat16()
-    raw, decay = torch.randn(1, T, HV, **where), 0.01 + 16 * torch.rand(HV, **where)
-    g = -decay * F.softplus(raw * 0.1 + 1) if gates == "qwen" else F.logsigmoid(raw + 4)
-    return [q, k, v, g, torch.rand(1, T, HV, **where)]
+    return compare_gdn.tensors(1, T, H, HV, gates, device=worker.device)[:5]
 
 
 def ours(x: list, **options) -> torch.Tensor:
@@ -87,7 +81,8 @@ def rule(worker: Worker, T: int, H: int, HV: int) -> tuple:
             us = {name: worker.microseconds(call) for name, call in calls.items()}
             us["ours, a call by itself"] = worker.microseconds(calls["ours"], 1, 9)
             more = {name: worker.host_microseconds(call) for name, call in calls.items()}
-            extra = memory(worker, calls["ours"]) - memory(worker, calls["one GPU, its part alone"])
+            alone = calls["one GPU, its part alone"]
+            extra = worker.peak_mib(calls["ours"]) - worker.peak_mib(alone)
         what = label(worker, T, H, HV, gates, "forward")
         rows.append({"what": what, "us": us, "host_us": more, "error": wrong, "more_mib": extra})
         by_itself = f"by itself {us['ours, a call by itself']:.0f}"
@@ -103,18 +98,6 @@ def rule(worker: Worker, T: int, H: int, HV: int) -> tuple:
             rows.append({"what": what, "us": us})
             said.append(f"with gradients {us['ours']:.0f}, one GPU {us['one GPU']:.0f}")
     return f"{H}/{HV} heads, {T} tokens: {'; '.join(said)}", rows
-
-
-def memory(worker: Worker, call: Callable) -> float:
-    """MiB at the peak of a call."""
-    if not worker.on_gpu:
-        return 0.0
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    call()
-    torch.cuda.synchronize()
-    return round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
 
 
 def packed(worker: Worker) -> tuple:
@@ -211,12 +194,11 @@ def import_fla():
     for name in [name for name, module in sys.modules.items() if module is None and name == "fla"]:
         del sys.modules[name]  # the tests hide it
     try:
-        import fla.ops.common.chunk_o as guarded
         from fla.ops.cp import build_cp_context
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     except ImportError as error:
         raise LeftOut(f"fla-core: {error}") from None
-    guarded.TRITON_ABOVE_3_7_1 = True
+    lift_fla_guard()
     return chunk_gated_delta_rule, build_cp_context
 
 

@@ -12,6 +12,7 @@ from typing import Callable, List, NamedTuple
 
 import torch
 import torch.distributed as dist
+from kernel_time import memory
 
 
 class Part(NamedTuple):
@@ -81,6 +82,9 @@ class Worker(NamedTuple):
         stop.record()
         torch.cuda.synchronize()
         return start.elapsed_time(stop) * 1e3 / calls
+
+    def peak_mib(self, call: Callable) -> float:
+        return round(memory(call)[1], 1) if self.on_gpu else 0.0
 
     def host_microseconds(self, call: Callable, calls: int = 10) -> float:
         """What the host needs to start a call while the GPU is busy with others."""

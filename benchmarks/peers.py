@@ -52,9 +52,11 @@ def keep_fla_to_triton() -> None:
 def lift_fla_guard() -> None:
     """Lets FLA's Triton backward run on Hopper with Triton 3.4.0 to 3.7.0, which miscompiles it
     (flash-linear-attention#640): for its time and its errors."""
-    import fla.ops.common.chunk_o as guarded
+    import fla.ops.common.chunk_o  # noqa: F401 (which has the guard)
 
-    guarded.TRITON_ABOVE_3_7_1 = True
+    for name, module in list(sys.modules.items()):
+        if name.startswith("fla.") and hasattr(module, "TRITON_ABOVE_3_7_1"):
+            module.TRITON_ABOVE_3_7_1 = True
 
 
 def install_fla_convolution(prompts: Callable = None) -> None:

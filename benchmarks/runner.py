@@ -12,6 +12,7 @@ import json
 import math
 import os
 import shlex
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -95,6 +96,11 @@ def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
     """||found - exact|| / ||exact||; absolute where the exact one is zero."""
     norm = exact.double().norm()
     return ((found.double() - exact.double()).norm() / (norm if norm > 0 else 1)).item()
+
+
+def over_draws(draws: list) -> list:
+    """Root mean squares over draws, each with an error at every place."""
+    return [statistics.mean(e * e for e in column) ** 0.5 for column in zip(*draws)]
 
 
 def installed(names=VERSIONS) -> dict:

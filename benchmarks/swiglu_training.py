@@ -8,6 +8,7 @@ import statistics
 
 import torch
 import torch.nn.functional as F
+from kernel_time import memory
 from peers import peer, warm_up
 from runner import relative_error
 
@@ -61,17 +62,12 @@ def tensors(K, N, M) -> tuple:
     return [leaf.requires_grad_() for leaf in leaves], dy
 
 
-def memory(function, leaves, dy) -> dict:
-    """MiB beyond the leaves: between forward and backward, and at most."""
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    y = function(*leaves)
-    held = torch.cuda.memory_allocated() - before - y.nbytes + leaves[0].nbytes
-    y.backward(dy)
-    del y
-    peak = torch.cuda.max_memory_allocated() - before + leaves[0].nbytes
+def held_and_peak(function, leaves, dy) -> dict:
+    """MiB beyond the weights: between forward and backward, where x is held and y is not yet, which
+    is as large; and at most."""
+    held, peak = memory(lambda: function(*leaves), lambda y: y.backward(dy))
     clear(leaves)
-    return {"held": held / 2**20, "peak": peak / 2**20}
+    return {"held": held, "peak": peak + leaves[0].nbytes / 2**20}
 
 
 def clear(leaves) -> None:
@@ -109,7 +105,7 @@ def measure(package, K, N, M, liger_mlp) -> dict:
     for name, case in cases.items():
         figures = [turn[name] for turn in turns[1:]]
         row[name] = {key: statistics.median(f[key] for f in figures) for key in figures[0]}
-        row[name].update(memory(*case, dy))
+        row[name].update(held_and_peak(*case, dy))
     return row
 
 
