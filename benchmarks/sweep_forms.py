@@ -76,24 +76,22 @@ def weight(package) -> Iterator[Row]:
 
 
 def few(package) -> Iterator[Row]:
-    experts = submodule("experts.portable.experts")
+    experts, calls = submodule("experts.portable.experts"), submodule("experts.call")
 
-    def call(few: bool, weights, made):
-        before, experts._are_few = experts._are_few, lambda *call: few
+    def prepared(few: bool, call) -> Callable:
+        before, experts.is_for_few = experts.is_for_few, lambda call: few
         try:
-            return experts.experts_fwd(made[0], *weights, *made[1:], *rest)
+            return partial(experts.prepare_experts_fwd(call), *call.tensors)
         finally:
-            experts._are_few = before
+            experts.is_for_few = before
 
-    shapes = submodule("experts.call")
-    rest = (shapes.Biases(), shapes.ExpertsOptions())
     for model in list(MODELS)[:4]:
         weights = [w.detach() for w in weights_of(model)]
         for T in FEW:
-            made = inputs(model, T)
-            forms = {name: partial(call, name == "few", weights, made)
-                     for name in ("few", "grouped")}  # fmt: skip
-            served = "few" if experts._are_few(made[0], weights[1], made[1], *rest) else "grouped"
+            x, *routing = inputs(model, T)
+            call = calls.Experts(x, *weights, *routing, None, None, calls.ExpertsOptions())
+            forms = {name: prepared(name == "few", call) for name in ("few", "grouped")}
+            served = "few" if experts.is_for_few(call) else "grouped"
             yield Row(f"{model}, {T} tokens", forms, served)
 
 

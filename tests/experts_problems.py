@@ -1,34 +1,25 @@
 """Problems of routed experts for the tests: what is asked, and the answer in fp64."""
 
 import types
-from typing import NamedTuple, Optional
 from unittest import mock
 
 import torch
 from conftest import submodule
 
 reference, call = submodule("experts.reference"), submodule("experts.call")
-
-
-class Problem(NamedTuple):
-    """Arguments of experts_fwd, in their order."""
-
-    x: torch.Tensor  # [T, H]
-    w_gate_up: torch.Tensor  # [E, 2 I, H]
-    w_down: torch.Tensor  # [E, H, I]
-    ids: torch.Tensor  # [T, K]
-    weights: torch.Tensor  # [T, K]
-    activation: str = "silu"
-    limit: Optional[float] = None
-    interleaved: bool = False
-    biases: tuple = call.NO_BIASES
+ROUTINGS = ("random", "held elsewhere", "one expert", "twice")
+# as gpt-oss has them, and each part of it alone
+LAYOUTS = [
+    {"turned": True, "interleaved": True, "biased": True, "activation": "swigluoai", "limit": 0.9},
+    {"turned": True, "interleaved": True}, {"turned": True}, {"biased": True},
+]  # fmt: skip
 
 
 def problem(
-    T, K, E, H, I, dtype=torch.float32, device="cpu", routing="random", activation="silu",
-    limit=None, index=torch.int64, seed=0, turned=False, interleaved=False, biased=False,
-) -> Problem:  # fmt: skip
-    """turned: the weights are .mT of contiguous ones.
+    T, K, E, H, I, dtype=torch.float32, device="cpu", routing="random", index=torch.int64, seed=0,
+    turned=False, biased=False, **options,
+):  # fmt: skip
+    """A call of the experts. turned: the weights are .mT of contiguous ones.
 
     routing: "random"; "held elsewhere", some of them -1, E or above, and all of one token;
     "one expert", the same for all; "twice", a token may choose an expert more than once.
@@ -51,28 +42,38 @@ def problem(
     x, *tensors = (t.to(dtype) for t in tensors)
     if turned:
         tensors = [w.mT.contiguous().mT for w in tensors]
-    biases = [normal(E, n).to(dtype) for n in (2 * I, H)] if biased else ()
-    more = (activation, limit, interleaved, call.Biases(*biases))
-    return Problem(x, *tensors, ids.to(index), weights, *more)
+    biases = [normal(E, n).to(dtype) if biased else None for n in (2 * I, H)]
+    options = call.ExpertsOptions(**options)
+    return call.Experts(x, *tensors, ids.to(index), weights, *biases, options)
 
 
-def options_of(p: Problem) -> dict:
+def options_of(p) -> dict:
     """Options of fused_experts for a problem."""
-    biases = {"b_gate_up": p.biases[0], "b_down": p.biases[1]}
-    return {"activation": p.activation, "limit": p.limit, "interleaved": p.interleaved, **biases}
+    _, _, _, _, _, b_gate_up, b_down, (activation, limit, *_, interleaved) = p
+    biases = {"b_gate_up": b_gate_up, "b_down": b_down}
+    return {"activation": activation, "limit": limit, "interleaved": interleaved, **biases}
 
 
-def doubled(p: Problem) -> Problem:
-    wide = (t.double() if torch.is_tensor(t) and t.is_floating_point() else t for t in p)
-    p = Problem(*wide)
-    return p._replace(biases=call.Biases(*(b if b is None else b.double() for b in p.biases)))
+def doubled(p):
+    return call.Experts(
+        *[t.double() if torch.is_tensor(t) and t.is_floating_point() else t for t in p]
+    )
 
 
-def answer(p: Problem) -> torch.Tensor:
-    return reference.experts_fwd(*doubled(p))
+def answer(p) -> torch.Tensor:
+    return reference.experts_fwd(doubled(p))
 
 
-def by_grouped_mm(p: Problem) -> torch.Tensor:
+def of_gradient(p, dout, gate_up=None, routing=None, needs=None):
+    """The call of the gradient, of all that it can be of if nothing else is said."""
+    needs = needs or (True,) * 4 + (p.b_gate_up is not None, p.b_down is not None)
+    options = call.BackwardOptions(
+        needs, p.options.activation, p.options.limit, p.options.interleaved
+    )
+    return call.ExpertsBackward(*p.tensors, dout, gate_up, routing, options)
+
+
+def by_grouped_mm(p) -> torch.Tensor:
     """out as transformers computes it unless told otherwise; with the default gate only."""
     from transformers.integrations import moe
 
@@ -88,16 +89,23 @@ def by_grouped_mm(p: Problem) -> torch.Tensor:
     return moe.grouped_mm_experts_forward(experts, p.x, p.ids, p.weights)
 
 
-def gradients(p: Problem, dout: torch.Tensor) -> tuple:
+def with_leaves(p, *names: str) -> tuple:
+    """The problem with tensors of these names, or all that have a gradient, that require one; and
+    these, but for biases that are not there."""
+    names = names or ("x", "w_gate_up", "w_down", "weights", "b_gate_up", "b_down")
+    tensors = {name: getattr(p, name) for name in names if getattr(p, name) is not None}
+    leaves = {name: t.detach().requires_grad_() for name, t in tensors.items()}
+    return p._replace(**leaves), list(leaves.values())
+
+
+def gradients(p, dout: torch.Tensor) -> tuple:
     """dx, dw_gate_up, dw_down, dweights, and those of the biases if there are any, in fp64, as
     torch differentiates the reference.
 
     A clamp's gradient jumps at the limit: on which side of it gate and up are is asked of their
     values in p's dtype, in which the kernels keep them, as transformers does.
     """
-    wide = doubled(p)
-    given = [b for b in wide.biases if b is not None]
-    leaves = [t.detach().requires_grad_() for t in (*wide[:3], wide.weights, *given)]
+    wide, leaves = with_leaves(doubled(p))
     exact = reference.gated
 
     def gated(gate, up, activation, limit):
@@ -106,6 +114,5 @@ def gradients(p: Problem, dout: torch.Tensor) -> tuple:
         return exact(gate, up, activation, limit)
 
     with mock.patch.object(reference, "gated", gated):
-        biases = call.Biases(*leaves[4:])
-        out = reference.experts_fwd(*leaves[:3], p.ids, leaves[3], *p[5:8], biases)
+        out = reference.experts_fwd(wide)
     return torch.autograd.grad(out, leaves, dout.double())

@@ -6,70 +6,64 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import assert_close, relative_error, submodule
-from experts_problems import doubled, gradients, options_of, problem
+from experts_problems import (
+    LAYOUTS,
+    ROUTINGS,
+    answer,
+    doubled,
+    gradients,
+    of_gradient,
+    options_of,
+    problem,
+    reference,
+    with_leaves,
+)
 
-reference, ops, api = (submodule(f"experts.{name}") for name in ("reference", "ops", "api"))
-ROUTINGS = ("random", "held elsewhere", "one expert", "twice")
-GATES = [("relu", None), ("silu", None), ("gelu_tanh", 0.7), ("swigluoai", 0.9), ("relu", 0.2)]
+ops, api = submodule("experts.ops"), submodule("experts.api")
+FORMS = [
+    {"activation": "relu"}, {"activation": "silu"}, {"activation": "gelu_tanh", "limit": 0.7},
+    {"activation": "swigluoai", "limit": 0.9}, {"activation": "relu", "limit": 0.2}, *LAYOUTS[::3],
+]  # fmt: skip
 ACTS = {"silu": F.silu, "relu": F.relu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 
 
 def by_entry(p):
     """The definition, one entry at a time."""
+    activation, limit, *_, interleaved = p.options
     out = torch.zeros_like(p.x)
     for t, k in torch.cartesian_prod(*map(torch.arange, p.ids.shape)).tolist():
         e = int(p.ids[t, k])
         if not 0 <= e < p.w_down.shape[0]:
             continue
-        b_gate_up, b_down = (0.0 if b is None else b[e] for b in p.biases)
+        b_gate_up, b_down = (0.0 if b is None else b[e] for b in (p.b_gate_up, p.b_down))
         both = p.w_gate_up[e] @ p.x[t] + b_gate_up
-        gate, up = (both[::2], both[1::2]) if p.interleaved else both.chunk(2)
-        if p.limit is not None:
-            gate, up = gate.clamp(max=p.limit), up.clamp(-p.limit, p.limit)
-        if p.activation == "swigluoai":
+        gate, up = (both[::2], both[1::2]) if interleaved else both.chunk(2)
+        if limit is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        if activation == "swigluoai":
             z = (up + 1) * gate * torch.sigmoid(1.702 * gate)
         else:
-            z = ACTS[p.activation](gate) * up
+            z = ACTS[activation](gate) * up
         out[t] += p.weights[t, k] * (p.w_down[e] @ z + b_down)
     return out
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("activation, limit", GATES[:4])
-def test_reference_is_the_definition(routing, activation, limit):
-    p = doubled(problem(9, 3, 5, 6, 4, routing=routing, activation=activation, limit=limit))
-    assert_close(reference.experts_fwd(*p), by_entry(p))
-
-
-@pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("activation, limit", GATES[1:])
-def test_reference_gradients(routing, activation, limit):
-    p = doubled(problem(9, 3, 5, 6, 4, routing=routing, activation=activation, limit=limit))
-    dout = torch.randn_like(p.x)
-    check_reference_gradients(p, dout)
-
-
-def check_reference_gradients(p, dout):
-    there = p.biases.are_there()
-    needs = [True] * 4 + [there] * 2
-    found = reference.experts_bwd(dout, *p[:7], needs, *p[7:])
-    assert [g is not None for g in found] == needs
-    for mine, torchs in zip(found, gradients(p, dout)):
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_reference(routing, form):
+    p = doubled(problem(9, 3, 5, 6, 4, routing=routing, **form))
+    assert_close(reference.experts_fwd(p), by_entry(p))
+    call = of_gradient(p, torch.randn_like(p.x))
+    found = reference.experts_bwd(call)
+    assert [g is not None for g in found] == list(call.options.needs)
+    for mine, torchs in zip(found, gradients(p, call.dout)):
         assert_close(mine, torchs)
-    assert reference.experts_bwd(dout, *p[:7], [False] * 6, *p[7:]) == (None,) * 6
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_reference_with_biases(interleaved):
-    p = doubled(problem(9, 3, 5, 6, 4, routing="held elsewhere", activation="swigluoai", limit=0.9,
-                        interleaved=interleaved, biased=True))  # fmt: skip
-    assert_close(reference.experts_fwd(*p), by_entry(p))
-    check_reference_gradients(p, torch.randn_like(p.x))
+    nothing = call._replace(options=call.options._replace(needs=[False] * 6))
+    assert reference.experts_bwd(nothing) == (None,) * 6
 
 
 def test_gradcheck():
-    p = doubled(problem(4, 2, 3, 5, 3, routing="held elsewhere"))
-    leaves = [t.requires_grad_() for t in (p.x, p.w_gate_up, p.w_down, p.weights)]
+    p, leaves = with_leaves(doubled(problem(4, 2, 3, 5, 3, routing="held elsewhere")))
 
     def function(x, w_gate_up, w_down, weights):
         return api.fused_experts(x, w_gate_up, w_down, p.ids, weights)
@@ -79,9 +73,8 @@ def test_gradcheck():
 
 
 def test_held_elsewhere_adds_nothing(kernel):
-    p = problem(6, 2, 4, 8, 8, routing="held elsewhere")
-    weights = p.weights.clone().requires_grad_()
-    out = kernel.fused_experts(*p[:4], weights)
+    p, (weights,) = with_leaves(problem(6, 2, 4, 8, 8, routing="held elsewhere"), "weights")
+    out = kernel.fused_experts(*p[:5])
     assert out[3].abs().max() == 0  # all of this token's experts are elsewhere
     out.sum().backward()
     here = (p.ids >= 0) & (p.ids < 4)
@@ -94,10 +87,9 @@ def test_weights_of_absent_experts_are_not_read(kernel, weight):
     p, found = problem(6, 2, 4, 8, 8, routing="held elsewhere"), []
     absent = (p.ids < 0) | (p.ids >= 4)
     assert absent.any() and not absent.all()
-    for weights in (p.weights.masked_fill(absent, 1.0), p.weights.masked_fill(absent, weight)):
-        leaves = [t.detach().clone().requires_grad_() for t in (p.x, p.w_gate_up, p.w_down)]
-        leaves.append(weights.requires_grad_())
-        out = kernel.fused_experts(*leaves[:3], p.ids, leaves[3])
+    for value in (1.0, weight):
+        q, leaves = with_leaves(p._replace(weights=p.weights.masked_fill(absent, value)))
+        out = kernel.fused_experts(*q[:5])
         found.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
     for mine, want in zip(found[1], found[0]):
         assert want.isfinite().all() and torch.equal(mine, want)
@@ -110,13 +102,12 @@ def test_dtypes(kernel, dtype, index):
     for weights in (p.weights, p.weights.to(dtype)):
         out = kernel.fused_experts(*p[:4], weights)
         assert out.dtype == dtype
-        assert_close(out, reference.experts_fwd(*doubled(p._replace(weights=weights))))
+        assert_close(out, answer(p._replace(weights=weights)))
 
 
 @pytest.mark.parametrize("T, K, E", [(0, 2, 3), (1, 1, 1), (3, 2, 1)])
 def test_few_of_everything(kernel, T, K, E):
-    p = problem(T, K, E, 8, 8)
-    leaves = [t.requires_grad_() for t in (p.x, p.w_gate_up, p.w_down)]
+    p, leaves = with_leaves(problem(T, K, E, 8, 8), "x", "w_gate_up", "w_down")
     out = kernel.fused_experts(*p[:5])
     assert out.shape == (T, 8)
     out.sum().backward()
@@ -128,7 +119,7 @@ def test_autocast(kernel):
     with torch.autocast("cpu", torch.bfloat16):
         out = kernel.fused_experts(*p[:5])
     assert out.dtype == torch.bfloat16
-    assert_close(out, reference.experts_fwd(*doubled(p)))
+    assert_close(out, answer(p))
 
 
 BAD = [
@@ -144,48 +135,46 @@ BAD = [
     ({"activation": "swiglu"}, ValueError, "activation must be one of 'silu'"),
     ({"limit": 0}, ValueError, "limit must be positive and finite, got 0"),
     ({"limit": "7"}, TypeError, "limit must be a float or None"),
-    ({"biases": (torch.zeros(4, 8), None)}, ValueError, "b_gate_up must have shape [E, 2*I]"),
-    ({"biases": (None, torch.zeros(3, 16))}, ValueError, "b_down must have shape [E, H]"),
-    ({"biases": (None, torch.zeros(4, 16).double())}, TypeError, "b_down must have the dtype of x"),
+    ({"b_gate_up": torch.zeros(4, 8)}, ValueError, "b_gate_up must have shape [E, 2*I]"),
+    ({"b_down": torch.zeros(3, 16)}, ValueError, "b_down must have shape [E, H]"),
+    ({"b_down": torch.zeros(4, 16).double()}, TypeError, "b_down must have the dtype of x"),
     ({"interleaved": "no"}, TypeError, "interleaved must be True or False, got str"),
 ]
 
 
 @pytest.mark.parametrize("change, error, says", BAD, ids=[row[2][:32] for row in BAD])
 def test_bad_input(kernel, change, error, says):
-    p = problem(5, 2, 4, 16, 8)._replace(**change)
+    p = problem(5, 2, 4, 16, 8)
+    change = dict(change)
+    p = p._replace(**{name: change.pop(name) for name in p._fields if name in change})
     with pytest.raises(error) as raised:
-        kernel.fused_experts(*p[:5], **options_of(p))
+        kernel.fused_experts(*p[:5], **{**options_of(p), **change})
     assert says in str(raised.value)
 
 
-def op_arguments(device, routing="held elsewhere"):
-    return problem(5, 2, 4, 16, 8, device=device, routing=routing, limit=0.5)
+def operator_arguments(p, **options):
+    return (*p.tensors, *p.options._replace(**options))
 
 
 def test_opcheck(device):
-    p = op_arguments(device)
+    p = problem(5, 2, 4, 16, 8, device=device, routing="held elsewhere", limit=0.5)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(
-        ops.EXPERTS.op,
-        (*p[:5], None, None, *p[5:7], False, False, False, False),
-        test_utils=checks,
-    )
-    p = p._replace(x=p.x.requires_grad_(), w_down=p.w_down.requires_grad_())
+    torch.library.opcheck(ops.EXPERTS.op, operator_arguments(p), test_utils=checks)
+    p, _ = with_leaves(p, "x", "w_down")
     for recompute in (False, True):
-        args = (*p[:5], None, None, *p[5:7], True, recompute, False, False)
+        args = operator_arguments(p, keeps=True, recompute=recompute)
         torch.library.opcheck(ops.EXPERTS.op, args, test_utils=checks[:2])
 
 
 def operator_call(recompute=False, main_grad=False):
     """The operator in eager mode with gradients: out, its leaves, and what was kept for them."""
-    p, kept = problem(9, 2, 4, 16, 8), []
-    leaves = [t.requires_grad_() for t in (p.x, p.w_gate_up, p.w_down, p.weights)]
+    p, leaves = with_leaves(problem(9, 2, 4, 16, 8))
+    kept = []
     for w in leaves[1:3] if main_grad else ():
         w.main_grad = torch.ones_like(w)
+    options = {"keeps": True, "recompute": recompute, "main_grad": main_grad}
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        options = ("silu", None, True, recompute, main_grad, False)
-        out = ops.EXPERTS.op(*p[:5], None, None, *options)[0]
+        out = ops.EXPERTS.op(*operator_arguments(p, **options))[0]
     return p, out, leaves, kept
 
 
@@ -221,8 +210,8 @@ def test_main_grads(kernel, by_operator):
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_compiled_equals_eager(kernel, device, recompute):
-    p = op_arguments(device)
-    leaves = [t.requires_grad_() for t in (p.x, p.w_gate_up, p.w_down, p.weights)]
+    p = problem(5, 2, 4, 16, 8, device=device, routing="held elsewhere")
+    p, leaves = with_leaves(p)
 
     def function(x, w_gate_up, w_down, weights):
         y = kernel.fused_experts(
@@ -242,23 +231,22 @@ def test_compiled_equals_eager(kernel, device, recompute):
 def test_the_layout_of_gpt_oss(kernel, device, recompute):
     """Weights that are transposed views, with gate and up interleaved, and biases; eager and
     compiled."""
-    p = problem(9, 2, 4, 16, 8, activation="swigluoai", limit=0.9, turned=True, interleaved=True,
-                biased=True, device=device)  # fmt: skip
+    p = problem(9, 2, 4, 16, 8, device=device, **LAYOUTS[0])
     stored = [w.mT.contiguous() for w in p[1:3]]
-    leaves = [t.requires_grad_() for t in (p.x, *stored, p.weights, *p.biases)]
+    leaves = [t.requires_grad_() for t in (p.x, *stored, p.weights, p.b_gate_up, p.b_down)]
 
     def function(x, w_gate_up, w_down, weights, b_gate_up, b_down):
+        options = {**options_of(p), "b_gate_up": b_gate_up, "b_down": b_down}
         return kernel.fused_experts(
-            x, w_gate_up.mT, w_down.mT, p.ids, weights, b_gate_up=b_gate_up, b_down=b_down,
-            activation="swigluoai", limit=0.9, interleaved=True, recompute=recompute,
-        )  # fmt: skip
+            x, w_gate_up.mT, w_down.mT, p.ids, weights, recompute=recompute, **options
+        )
 
     exact = gradients(p, torch.ones_like(p.x))
     exact = (exact[0], exact[1].mT, exact[2].mT, *exact[3:])
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     for f in (function, function, compiled):
         out = f(*leaves)
-        assert_close(out, reference.experts_fwd(*doubled(p)))
+        assert_close(out, answer(p))
         for leaf, mine, right in zip(leaves, torch.autograd.grad(out.sum(), leaves), exact):
             assert mine.shape == leaf.shape
             assert_close(mine, right)
@@ -275,9 +263,8 @@ def test_compile_sees_no_shapes_from_data(kernel):
     )  # fmt: skip
     for T in (6, 9, 14):
         q = problem(T, 2, 4, 16, 8, routing="held elsewhere", seed=T)
-        out = function(q.x, q.ids, q.weights)
-        assert_close(out, reference.experts_fwd(q.x, p.w_gate_up, p.w_down, q.ids, q.weights,
-                                                "silu", None).double())  # fmt: skip
+        q = q._replace(w_gate_up=p.w_gate_up, w_down=p.w_down)
+        assert_close(function(q.x, q.ids, q.weights), answer(q))
     assert counter.frame_count == 1
 
 
@@ -306,5 +293,5 @@ def test_weights_at_any_address(kernel):
             found.append(len(records))
             records.clear()
             if first:
-                assert_close(out, reference.experts_fwd(*p))
+                assert_close(out, reference.experts_fwd(p))
     assert found[0] == found[1] == found[3] > 0 == found[2]

@@ -6,7 +6,7 @@ import pytest
 import test_experts_kernels as plain
 import torch
 from conftest import relative_error, submodule
-from experts_problems import problem, reference
+from experts_problems import of_gradient, problem, reference, with_leaves
 
 BF16, FP16 = torch.bfloat16, torch.float16
 NAN = float("nan")
@@ -19,9 +19,8 @@ def hopper(monkeypatch):
         pytest.skip("Hopper's own")
     portable, own = plain.module, submodule("experts.hopper.experts")
     experts = SimpleNamespace(
-        experts_fwd=portable("experts").experts_fwd,
-        experts_bwd=own.experts_bwd,
-        supports_experts_bwd=own.supports_experts_bwd,
+        prepare_experts_fwd=portable("experts").prepare_experts_fwd,
+        prepare_experts_bwd=own.prepare_experts_bwd,
     )
     monkeypatch.setattr(plain, "module", lambda n: experts if n == "experts" else portable(n))
 
@@ -140,8 +139,7 @@ def test_a_graph_replays_the_gradients(hopper):
 @pytest.mark.gpu
 @pytest.mark.parametrize("T, folder", [(4000, "hopper"), (100, "portable")])
 def test_who_serves(kernel, hopper, T, folder):
-    p = problem(T, 4, 32, 512, 256, BF16, "cuda")
-    leaves = [t.requires_grad_() for t in (p.x, p.w_gate_up, p.w_down, p.weights)]
+    p, leaves = with_leaves(problem(T, 4, 32, 512, 256, BF16, "cuda"))
     with submodule("runtime.dispatch").served() as record:
         kernel.fused_experts(*p[:5]).sum().backward()
     assert record["experts_bwd"] == [folder] and all(leaf.grad is not None for leaf in leaves)
@@ -153,8 +151,8 @@ def test_plain_weights_without_biases(monkeypatch):
     monkeypatch.setattr(own.device, "has_wgmma", lambda where: True)
     monkeypatch.setattr(portable, "tiles_for", lambda *sizes: {"BLOCK_M": 128})
 
-    def supports(**layout):
+    def served(**layout):
         p = problem(9, 2, 4, 16, 8, BF16, **layout)
-        return own.supports_experts_bwd(*p[:5], p.biases, plain.options(p))
+        return own.prepare_experts_bwd(of_gradient(p, p.x)) is not None
 
-    assert supports() and not supports(biased=True) and not supports(turned=True)
+    assert served() and not served(biased=True) and not served(turned=True)

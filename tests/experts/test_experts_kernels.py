@@ -3,18 +3,33 @@
 import pytest
 import torch
 from conftest import TOLERANCE, assert_close, relative_error, submodule
-from experts_problems import answer, by_grouped_mm, gradients, options_of, problem
+from experts_problems import (
+    LAYOUTS,
+    ROUTINGS,
+    answer,
+    by_grouped_mm,
+    gradients,
+    of_gradient,
+    options_of,
+    problem,
+    with_leaves,
+)
 from interpreter import INTERPRETING, compiled, interpreted, test_in_the_interpreter  # noqa: F401
 
-call = submodule("experts.call")
 NAMES = ("dx", "dw_gate_up", "dw_down", "dweights", "db_gate_up", "db_down")
-ROUTINGS = ("random", "held elsewhere", "one expert", "twice")
 # Gate, up, z and y are rounded once each at most, and out once more
 ROUNDED = {torch.bfloat16: 3.5e-3, torch.float16: 5e-4, torch.float32: 1e-6}
 
 
 def module(name):
     return submodule(f"experts.portable.{name}")
+
+
+@pytest.fixture(autouse=True)
+def in_fp32(monkeypatch):
+    """The interpreter, which rounds as it likes, may compute in fp32."""
+    if INTERPRETING:
+        monkeypatch.setattr(module("experts"), "HALF", (torch.float16, torch.float32))
 
 
 def poison(p):
@@ -24,13 +39,9 @@ def poison(p):
     del del_me
 
 
-def options(p, **more):
-    return call.ExpertsOptions(p.activation, p.limit, interleaved=p.interleaved, **more)
-
-
 def forward(p):
     """out by the kernels."""
-    out, gate_up, routing = module("experts").experts_fwd(*p[:5], p.biases, options(p))
+    out, gate_up, routing = module("experts").prepare_experts_fwd(p)(*p.tensors)
     assert gate_up is None and routing is None
     return out
 
@@ -44,15 +55,12 @@ def check_forward(p):
 
 def backward(p, dout, recompute=False, needs=None, main_grads=(None, None)):
     """(out, gradients) by the kernels."""
-    asked = options(p, keeps=True, recompute=recompute)
-    out, gate_up, routing = module("experts").experts_fwd(*p[:5], p.biases, asked)
+    keeping = p._replace(options=p.options._replace(keeps=True, recompute=recompute))
+    out, gate_up, routing = module("experts").prepare_experts_fwd(keeping)(*p.tensors)
     assert (gate_up is None) == recompute
-    needs = needs or (True,) * 4 + (p.biases.are_there(),) * 2
-    gradient = call.ExpertsGradient(dout, gate_up, routing, needs, main_grads)
-    args = (*p[:5], p.biases, asked, gradient)
-    assert module("experts").supports_experts_bwd(*args) or p.x.dtype == torch.float32
-    found = module("experts").experts_bwd(*args)
-    return out, found if p.biases.are_there() else found[:4]
+    call = of_gradient(p, dout, gate_up, routing, needs)
+    found = module("experts").prepare_experts_bwd(call)(*call.tensors, main_grads=main_grads)
+    return out, found if p.b_down is not None else found[:4]
 
 
 def check_backward(p, recompute=False, factor=2.0):
@@ -174,13 +182,6 @@ def test_one_gradient_alone_interpreted(needed):
     assert_close(found[needed], gradients(p, dout)[needed])
 
 
-# as gpt-oss has them, and each part of it alone
-LAYOUTS = [
-    {"turned": True, "interleaved": True, "biased": True, "activation": "swigluoai", "limit": 0.9},
-    {"turned": True, "interleaved": True}, {"turned": True}, {"biased": True},
-]  # fmt: skip
-
-
 @interpreted
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: " ".join(layout))
 def test_layouts_interpreted(layout):
@@ -232,19 +233,18 @@ def test_no_tokens_interpreted():
 
 @compiled
 def test_what_is_served():
-    def supports(p):
-        return module("experts").supports_experts_fwd(*p[:5], p.biases, options(p))
-
+    supports = module("experts").supports
     p = problem(5, 2, 4, 16, 8, torch.bfloat16)
     assert supports(p)
     assert not supports(problem(5, 2, 4, 16, 8))  # fp32
     assert not supports(problem(5, 2, 4, 12, 8, torch.bfloat16))  # rows off 16 bytes
     assert not supports(problem(5, 2, 4, 16, 0, torch.bfloat16))  # nothing for TMA to read
     turned = problem(5, 2, 4, 16, 8, torch.bfloat16, turned=True, interleaved=True, biased=True)
-    assert supports(turned) and supports(turned._replace(interleaved=False))
+    assert supports(turned)
+    assert supports(turned._replace(options=p.options))
     assert not supports(p._replace(w_down=turned.w_down))  # one lies so, the other does not
-    assert not supports(p._replace(interleaved=True))
-    assert not supports(p._replace(biases=call.Biases(None, p.x.new_zeros(4, 32)[:, ::2])))
+    assert not supports(p._replace(options=turned.options))
+    assert not supports(p._replace(b_down=p.x.new_zeros(4, 32)[:, ::2]))
     assert not supports(p._replace(weights=p.weights.double()))
     assert supports(p._replace(x=p.x.t().contiguous().t()))  # is copied
 
@@ -306,9 +306,8 @@ def test_errors_are_no_larger_than_transformers(sizes, dtype):
         p = p._replace(weights=p.weights.to(dtype))
         dout = torch.randn_like(p.x)
         mine = (forward(p), *backward(p, dout)[1])
-        leaves = [t.detach().requires_grad_() for t in (*p[:3], p.weights)]
-        its = dict(zip(("x", "w_gate_up", "w_down", "weights"), leaves))
-        out = by_grouped_mm(p._replace(**its))
+        its, leaves = with_leaves(p)
+        out = by_grouped_mm(its)
         theirs = (out.detach(), *torch.autograd.grad(out, leaves, dout))
         exact = (answer(p), *gradients(p, dout))
         for side, found in enumerate((mine, theirs)):
@@ -366,7 +365,7 @@ def test_graph_replays_with_other_ids(T, layout):
         out = forward(p)
     for routing in ("one expert", "held elsewhere" if T > 2 else "random"):
         q = problem(T, 4, 32, 512, 256, torch.bfloat16, "cuda", routing, seed=1, **layout)
-        for kept, new in zip((*p[:5], *p.biases), (*q[:5], *q.biases)):
+        for kept, new in zip(p.tensors, q.tensors):
             if kept is not None:
                 kept.copy_(new)
         graph.replay()
@@ -377,9 +376,8 @@ def test_graph_replays_with_other_ids(T, layout):
 @pytest.mark.parametrize("layout", [{}, LAYOUTS[0]], ids=["plain", "gpt-oss"])
 def test_the_host_waits_for_nothing(kernel, layout):
     for T in (1, 700, 4000):
-        p = problem(T, 4, 32, 512, 256, torch.bfloat16, "cuda", **layout)
-        given = (p.x, p.w_gate_up, p.w_down, p.weights, *p.biases)
-        leaves, more = [t.requires_grad_() for t in given if t is not None], options_of(p)
+        p, leaves = with_leaves(problem(T, 4, 32, 512, 256, torch.bfloat16, "cuda", **layout))
+        more = options_of(p)
         kernel.fused_experts(*p[:5], **more).sum().backward()
         torch.cuda.synchronize()
         try:
@@ -397,12 +395,12 @@ def test_the_host_waits_for_nothing(kernel, layout):
 def test_compiled_by_inductor(kernel, layout):
     """torch.compile is told where gradients lie: bits as in eager mode."""
     p = problem(300, 4, 8, 512, 256, torch.bfloat16, "cuda", **layout)
-    given = (p.x, p.w_gate_up, p.w_down, p.weights, *p.biases)
-    stored = [t.mT if t.dim() == 3 and p.interleaved else t for t in given if t is not None]
-    leaves = [t.detach().requires_grad_() for t in stored]
+    turned = p.options.interleaved
+    leaves = [t.mT if t.dim() == 3 and turned else t for t in with_leaves(p)[1]]
+    leaves = [t.detach().requires_grad_() for t in leaves]
 
     def function(x, w_gate_up, w_down, weights, *biases):
-        if p.interleaved:
+        if turned:
             w_gate_up, w_down = w_gate_up.mT, w_down.mT
         more = {**options_of(p), **dict(zip(("b_gate_up", "b_down"), biases))}
         return kernel.fused_experts(x, w_gate_up, w_down, p.ids, weights, **more)
@@ -428,7 +426,7 @@ def test_who_serves(kernel):
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_second_backward_is_the_first(kernel, recompute):
     p = problem(20, 4, 32, 512, 256, torch.bfloat16, "cuda")
-    leaves = [t.requires_grad_() for t in p[:3]]
+    p, leaves = with_leaves(p, "x", "w_gate_up", "w_down")
     out = kernel.fused_experts(*p[:5], recompute=recompute).sum()
     first = torch.autograd.grad(out, leaves, retain_graph=True)
     assert all(map(torch.equal, torch.autograd.grad(out, leaves), first))

@@ -215,7 +215,7 @@ def test_backward_inside_an_autocast_region(kernel, by_portable):
         (functools.partial(kernel.fused_swiglu_mlp, recompute=True), (x, *weights)),
         (lambda x, up, down, weights, *b: kernel.fused_experts(
             x, up, down, ids, weights, **dict(zip(biases, b))
-        ), (*p[:3], p.weights, *p.biases)),
+        ), (*p[:3], p.weights, p.b_gate_up, p.b_down)),
         (submodule("experts.ops_shared").add_shared, (x, x + 1, x - 1, x[0])),
     ]  # fmt: skip
     for function, tensors in calls:

@@ -39,13 +39,17 @@ def _by_channel(table: Tensor, interleaved: bool) -> Tensor:
     return at_least_fp32(table).unsqueeze(2)
 
 
-def _rotated(x: Tensor, cos: Optional[Tensor], sin: Optional[Tensor], interleaved: bool) -> Tensor:
-    """x [B, T, H, D] with its first R channels rotated; the others are unchanged."""
+def _rotated(
+    x: Tensor, cos: Optional[Tensor], sin: Optional[Tensor], interleaved: bool, back: bool = False
+) -> Tensor:
+    """x [B, T, H, D] with its first R channels rotated; the others are unchanged. back: by the
+    transpose, the gradient."""
     if cos is None:
         return x
     cos, sin = (_by_channel(table, interleaved) for table in (cos, sin))
     head, tail = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
-    return torch.cat([head * cos + turned(head, interleaved) * sin, tail.to(head.dtype)], dim=-1)
+    added = -turned(head * sin, interleaved) if back else turned(head, interleaved) * sin
+    return torch.cat([head * cos + added, tail.to(head.dtype)], dim=-1)
 
 
 def _apart(y: Tensor, x: Tensor) -> Tensor:
@@ -109,15 +113,6 @@ def kvcache_attention(
     return (weights @ values.to(weights.dtype)).view(B, 1, HQ, D).to(q.dtype)
 
 
-def _bent(d: Tensor, cos: Optional[Tensor], sin: Optional[Tensor], interleaved: bool) -> Tensor:
-    """The gradient of _rotated: its transpose."""
-    if cos is None:
-        return d
-    cos, sin = (_by_channel(table, interleaved) for table in (cos, sin))
-    head, tail = d.split([cos.shape[-1], d.shape[-1] - cos.shape[-1]], dim=-1)
-    return torch.cat([head * cos - turned(head * sin, interleaved), tail.to(head.dtype)], dim=-1)
-
-
 def _norm_gradients(d, x, weight, options) -> Tuple[Tensor, Optional[Tensor]]:
     """The gradients of x and weight in _normed."""
     if weight is None:
@@ -142,9 +137,9 @@ def qk_norm_rope_bwd(
     *fields,
 ) -> Tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:
     """The gradients of q, k and the weights. fields: of QkOptions."""
-    options = QkOptions(*fields)
+    options, turn = QkOptions(*fields), (cos, sin, fields[-1], True)
     (first, dq_weight), (second, dk_weight) = (
-        _norm_gradients(_bent(at_least_fp32(d), cos, sin, options.interleaved), x, weight, options)
+        _norm_gradients(_rotated(at_least_fp32(d), *turn), x, weight, options)
         for d, x, weight in ((dq, q, q_weight), (dk, k, k_weight))
     )
     return _apart(first, dq), _apart(second, dk), dq_weight, dk_weight

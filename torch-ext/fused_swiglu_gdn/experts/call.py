@@ -4,7 +4,7 @@ share.
 Sizes: T tokens, K slots, S = T K entries, E experts, H model width, I hidden width of an expert.
 """
 
-from typing import List, NamedTuple, Optional, Sequence
+from typing import List, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -23,26 +23,6 @@ class ExpertsOptions(NamedTuple):
     interleaved: bool = False  # rows alternate between gate and up
 
 
-class Biases(NamedTuple):
-    """The biases of the two products, or None."""
-
-    gate_up: Optional[Tensor] = None  # [E, 2 I]
-    down: Optional[Tensor] = None  # [E, H]
-
-    def are_there(self) -> bool:
-        return self.gate_up is not None or self.down is not None
-
-
-class ExpertsGradient(NamedTuple):
-    """The arguments of the gradient of a call beyond those of the call."""
-
-    dout: Tensor  # [T, H]
-    gate_up: Optional[Tensor]  # [S, 2 I] by rows, if the forward kept it
-    routing: Tensor  # [routing_size(S, E)]
-    needs: Sequence[bool]  # of x, w_gate_up, w_down, weights and the two biases
-    main_grads: Sequence[Optional[Tensor]]  # of w_gate_up and w_down, fp32: added to
-
-
 @call
 class Experts(NamedTuple):
     x: Tensor  # [T, H]
@@ -59,9 +39,6 @@ class BackwardOptions(NamedTuple):
     needs: List[bool]  # of x, w_gate_up, w_down, weights, b_gate_up, b_down
     activation: str  # from here on as ExpertsOptions
     limit: Optional[float]
-    keeps: bool
-    recompute: bool
-    main_grad: bool
     interleaved: bool
 
 
@@ -75,8 +52,8 @@ class ExpertsBackward(NamedTuple):
     b_gate_up: Optional[Tensor]  # [E, 2 I]
     b_down: Optional[Tensor]  # [E, H]
     dout: Tensor  # [T, H]
-    gate_up: Optional[Tensor]  # [S, 2 I], if the forward kept it
-    routing: Tensor
+    gate_up: Optional[Tensor]  # [S, 2 I] by rows, if the forward kept it
+    routing: Tensor  # [routing_size(S, E)]
     options: BackwardOptions
 
     def in_layout(self, gradients) -> tuple:
@@ -146,7 +123,6 @@ class SharedGradient(NamedTuple):
     options: NoOptions
 
 
-NO_BIASES = Biases()
 ALPHA = 1.702  # the activation "swigluoai" is gate * sigmoid(ALPHA gate) * (up + 1)
 LEAST = {"softmax": 0.0, "sigmoid": 1e-20}  # added to a sum of scores before it divides
 

@@ -13,7 +13,7 @@ from ..runtime.main_grad import into_main_grad, stand_in
 from ..runtime.operation import Operation
 from ..runtime.ops import PLAIN, autocast
 from . import checks, reference
-from .call import Biases, Experts, ExpertsBackward, routing_size
+from .call import Experts, ExpertsBackward, routing_size
 
 FAMILY = "experts.experts"
 WEIGHTS = ("w_gate_up", "w_down")  # which kernels read by TMA
@@ -30,18 +30,14 @@ def _unfilled(call: Experts) -> Tuple[Optional[Tensor], ...]:
 
 def _by_torch(call: Experts) -> tuple:
     """The forward by operations that torch can differentiate; its gradient reads nothing kept."""
-    x, w_gate_up, w_down, ids, weights, *biases, options = call
-    if options.main_grad:
-        w_gate_up, w_down = map(into_main_grad, (w_gate_up, w_down))
-    args = (x, w_gate_up, w_down, ids, weights, options.activation, options.limit)
-    return reference.experts_fwd(*args, options.interleaved, Biases(*biases)), *_unfilled(call)
+    if call.options.main_grad:
+        gate_up, down = map(into_main_grad, (call.w_gate_up, call.w_down))
+        call = call._replace(w_gate_up=gate_up, w_down=down)
+    return reference.experts_fwd(call), *_unfilled(call)
 
 
 def _gradients_by_torch(call: ExpertsBackward, main_grads=(None, None)) -> tuple:
-    x, w_gate_up, w_down, ids, weights, b_gate_up, b_down, dout, _, _, options = call
-    args = (x, w_gate_up, w_down, ids, weights, options.activation, options.limit, options.needs)
-    biases = Biases(b_gate_up, b_down)
-    found = list(reference.experts_bwd(dout, *args, options.interleaved, biases))
+    found = list(reference.experts_bwd(call))
     for i, main_grad in enumerate(main_grads, 1):
         if main_grad is not None and found[i] is not None:
             main_grad.add_(found[i])
@@ -79,8 +75,8 @@ GRADIENT = Operation(
 
 def _save(ctx, inputs, output):
     _, gate_up, routing = output
-    ctx.options = inputs[7:]
-    _, _, _, recompute, adds, _ = ctx.options
+    activation, limit, _, recompute, adds, interleaved = inputs[7:]
+    ctx.options = (activation, limit, interleaved)
     ctx.save_for_backward(*inputs[:7], None if recompute else gate_up, routing)
     ctx.mark_non_differentiable(*[x for x in (gate_up, routing) if x is not None])
     ctx.set_materialize_grads(False)

@@ -7,7 +7,7 @@ another rank: it adds nothing, and the gradient of its weight is 0. Sizes: T tok
 experts, H model width, I hidden width of an expert.
 """
 
-from typing import Iterator, Optional, Sequence, Tuple
+from typing import Iterator, Optional, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from torch import Tensor
 from ..fp8 import reference as fp8
 from ..runtime.dtypes import at_least_fp32
 from ..swiglu import reference as swiglu
-from .call import ALPHA, LEAST, NO_BIASES, Biases, TopkOptions
+from .call import ALPHA, LEAST, Experts, ExpertsBackward, TopkOptions
 
 ACTIVATIONS = {**swiglu.ACTIVATIONS, "swigluoai": lambda x: F.silu(ALPHA * x) / ALPHA}
 SLOPES = {  # as swiglu.SLOPES
@@ -51,37 +51,34 @@ def _chosen(ids: Tensor, experts: int) -> Iterator[Tuple[int, Tensor, Tensor]]:
 
 
 def _gate_and_up(
-    rows: Tensor, w_gate_up: Tensor, expert: int, interleaved: bool, biases: Biases
+    call: Union[Experts, ExpertsBackward], rows: Tensor, expert: int
 ) -> Tuple[Tensor, Tensor]:  # [rows, I] each
-    bias = None if biases.gate_up is None else biases.gate_up[expert]
-    both = at_least_fp32(F.linear(rows, w_gate_up[expert], bias))
-    return (both[:, ::2], both[:, 1::2]) if interleaved else both.chunk(2, dim=-1)
+    bias = None if call.b_gate_up is None else call.b_gate_up[expert]
+    both = at_least_fp32(F.linear(rows, call.w_gate_up[expert], bias))
+    return (both[:, ::2], both[:, 1::2]) if call.options.interleaved else both.chunk(2, dim=-1)
 
 
-def experts_fwd(
-    x: Tensor,  # [T, H]
-    w_gate_up: Tensor,  # [E, 2 I, H]: gate above up
-    w_down: Tensor,  # [E, H, I]
-    ids: Tensor,  # [T, K]
-    weights: Tensor,  # [T, K]
-    activation: str,
-    limit: Optional[float],
-    interleaved: bool = False,
-    biases: Biases = NO_BIASES,
-) -> Tensor:  # [T, H]
+def _summed(y: Tensor, ids: Tensor, weights: Tensor, experts: int) -> Tensor:
+    """The weighted sum over the slots of y [T, K, H] fp32. The weight of an expert that is held
+    elsewhere may be anything."""
+    absent = (ids < 0) | (ids >= experts)
+    weights = weights.to(y.dtype).masked_fill(absent, 0.0)
+    return (y * weights.unsqueeze(-1)).sum(1)
+
+
+def experts_fwd(call: Experts) -> Tensor:  # [T, H]
     """The routed experts; gate, up, z and the experts' results are rounded to the dtype of x.
 
     The weighted sum is computed in fp32.
     """
+    x, _, w_down, ids, weights, _, b_down, options = call
     y = at_least_fp32(x.new_zeros((*ids.shape, x.shape[1])))  # [T, K, H]
     for expert, token, slot in _chosen(ids, w_down.shape[0]):
-        gate, up = _gate_and_up(x[token], w_gate_up, expert, interleaved, biases)
-        z = gated(gate, up, activation, limit).to(x.dtype)
-        bias = None if biases.down is None else biases.down[expert]
+        gate, up = _gate_and_up(call, x[token], expert)
+        z = gated(gate, up, options.activation, options.limit).to(x.dtype)
+        bias = None if b_down is None else b_down[expert]
         y = y.index_put((token, slot), F.linear(z, w_down[expert], bias).to(y.dtype))
-    absent = (ids < 0) | (ids >= w_down.shape[0])  # of which the weight may be anything
-    weights = weights.to(y.dtype).masked_fill(absent, 0.0)
-    return (y * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+    return _summed(y, ids, weights, w_down.shape[0]).to(x.dtype)
 
 
 def fp8_experts_fwd(
@@ -103,9 +100,7 @@ def fp8_experts_fwd(
             z = fp8.silu_mul_quantise_fwd(*both.chunk(2, 1))
             found = fp8.multiply_fwd(w_down[expert], s_down[expert], z)[: len(token)]
             y = y.index_put((token, slot), found.float())
-    absent = (ids < 0) | (ids >= w_down.shape[0])
-    weights = weights.float().masked_fill(absent, 0.0)
-    return (y * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+    return _summed(y, ids, weights, w_down.shape[0]).to(x.dtype)
 
 
 def _gated_gradient(
@@ -122,36 +117,26 @@ def _gated_gradient(
     return torch.stack([dgate, dup], -1).flatten(1) if interleaved else torch.cat([dgate, dup], -1)
 
 
-def experts_bwd(
-    dout: Tensor,  # [T, H]
-    x: Tensor,  # [T, H]
-    w_gate_up: Tensor,  # [E, 2 I, H]
-    w_down: Tensor,  # [E, H, I]
-    ids: Tensor,  # [T, K]
-    weights: Tensor,  # [T, K]
-    activation: str,
-    limit: Optional[float],
-    needs: Sequence[bool],  # of x, w_gate_up, w_down, weights and the biases
-    interleaved: bool = False,
-    biases: Biases = NO_BIASES,
-) -> Tuple[Optional[Tensor], ...]:
+def experts_bwd(call: ExpertsBackward) -> Tuple[Optional[Tensor], ...]:
     """(dx, dw_gate_up, dw_down, dweights, db_gate_up, db_down), None if not needed.
 
     It is not recorded by autograd: an operator calls it.
     """
+    x, w_gate_up, w_down, ids, weights, b_gate_up, b_down, dout, _, _, options = call
+    needs, activation, limit, interleaved = options
     dx = at_least_fp32(x.new_zeros((*ids.shape, x.shape[1])))  # [T, K, H]
     dw_gate_up = torch.zeros_like(w_gate_up) if needs[1] else None
     dw_down = torch.zeros_like(w_down) if needs[2] else None
     dweights = torch.zeros_like(weights)
-    dbiases = [torch.zeros_like(b) if n else None for b, n in zip(biases, needs[4:])]
+    dbiases = [torch.zeros_like(b) if n else None for b, n in zip((b_gate_up, b_down), needs[4:])]
     for expert, token, slot in _chosen(ids, w_down.shape[0]):
-        gate, up = _gate_and_up(x[token], w_gate_up, expert, interleaved, biases)
+        gate, up = _gate_and_up(call, x[token], expert)
         z = gated(gate, up, activation, limit)
         dz = at_least_fp32(dout[token] @ w_down[expert])  # [rows, I], not yet weighted
         weight = weights[token, slot].to(z.dtype).unsqueeze(-1)
         dweight, wide = (dz * z).sum(-1), at_least_fp32(dout[token])
-        if biases.down is not None:
-            dweight = dweight + wide @ at_least_fp32(biases.down[expert])
+        if b_down is not None:
+            dweight = dweight + wide @ at_least_fp32(b_down[expert])
         dweights[token, slot] = dweight.to(weights.dtype)
         d_gate_up = _gated_gradient(dz * weight, gate, up, activation, limit, interleaved)
         d_gate_up = d_gate_up.to(x.dtype)

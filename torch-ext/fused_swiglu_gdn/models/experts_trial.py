@@ -5,7 +5,7 @@ from typing import NamedTuple, Optional
 import torch
 
 from ..experts import reference
-from ..experts.call import ALPHA, NO_BIASES, Biases
+from ..experts.call import ALPHA, Experts, ExpertsOptions
 
 
 class Form(NamedTuple):
@@ -72,9 +72,9 @@ def _agrees(
         return False
     both = biases[0].view(E, 6, 2).unbind(-1) if form.interleaved else biases[0].chunk(2, -1)
     z = reference.gated(*both, activation, limit)
-    args = (x, w_gate_up, w_down, ids, weights, activation, limit)
-    added = Biases(*biases) if flags["has_bias"] else NO_BIASES
-    expected = reference.experts_fwd(*args, form.interleaved, added)
+    added = biases if flags["has_bias"] else (None, None)
+    options = ExpertsOptions(activation, limit, interleaved=form.interleaved)
+    expected = reference.experts_fwd(Experts(x, w_gate_up, w_down, ids, weights, *added, options))
     return _is_close(found, expected) and _is_close(gated, z)
 
 

@@ -152,6 +152,12 @@ def add(a, b):
 
 
 @gluon.jit
+def ring(desc, COUNT: gl.constexpr):
+    """Shared memory for COUNT boxes of a descriptor."""
+    return gl.allocate_shared_memory(desc.dtype, [COUNT] + desc.block_type.shape, desc.layout)
+
+
+@gluon.jit
 def as_box(smem, desc):
     """Reinterprets a tile in shared memory as the box of a descriptor with more dimensions."""
     return as_tile(smem, desc.dtype, desc.block_type.shape, desc.layout)

@@ -5,7 +5,7 @@ from typing import Callable, Optional
 import torch
 
 from ...runtime import device, tuning
-from ..call import Biases, ExpertsBackward
+from ..call import ExpertsBackward
 from ..portable import experts as plain
 from ..portable import gradients
 from ..portable.routing import Routing
@@ -13,19 +13,16 @@ from . import strips
 from .gate import BM, gate_gradient
 
 
-def supports_experts_bwd(
-    x, w_gate_up, w_down, ids, weights, biases, options, gradient=None
-) -> bool:
+def _gains(call: ExpertsBackward) -> bool:
     """True if each expert has enough rows for tiles as high as these kernels'.
 
     The weights may not be transposed, and biases are not supported.
     """
-    args = (x, w_gate_up, w_down, ids, weights, biases, options)
-    if biases.are_there() or not w_down.is_contiguous():
+    if plain.has_biases(call) or not call.w_down.is_contiguous():
         return False
-    if not device.has_wgmma(x.device) or not plain.supports_experts_bwd(*args):
+    if not device.has_wgmma(call.device):
         return False
-    return plain.tiles_for(x.device, *ids.shape, w_down.shape[0])["BLOCK_M"] == BM.value
+    return plain.tiles_for(call.device, *call.ids.shape, len(call.w_down))["BLOCK_M"] == BM.value
 
 
 def takes_strips(a: torch.Tensor, b: torch.Tensor, routing: Routing) -> bool:
@@ -43,14 +40,7 @@ def _weight_gradient(
     return gradients.weight_gradient(a, b, routing, main_grad, config)
 
 
-def experts_bwd(x, w_gate_up, w_down, ids, weights, biases, options, gradient) -> tuple:
-    """Calls experts_bwd of portable/experts.py with the functions of this folder."""
-    args = (x, w_gate_up, w_down, ids, weights, biases, options, gradient)
-    return plain.experts_bwd(*args, _weight_gradient, gate_gradient)
-
-
 def prepare_experts_bwd(call: ExpertsBackward) -> Optional[Callable]:
-    options = plain.split_options(call)[1]
-    if not supports_experts_bwd(*call[:5], Biases(*call[5:7]), options):
+    if not _gains(call):
         return None
-    return plain.prepare_experts_bwd(call, experts_bwd)
+    return plain.prepare_experts_bwd(call, _weight_gradient, gate_gradient)

@@ -3,8 +3,6 @@
 Sizes: T tokens, K slots, S = T K entries, E experts, H model width.
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -49,7 +47,6 @@ def spread_kernel(
         tl.store(s_ptr + group.to(tl.int64) * places + place, scale, mask=mask)
 
 
-@functools.lru_cache(maxsize=1024)
 def spread_launch(where: torch.device, T: int, K: int, E: int, H: int, stride: int, places: int):
     """Prepares the launch that spreads x [T, H], whose rows are `stride` apart."""
     groups, pdl = min(32, next_power_of_2(H // BLOCK)), device.overlaps_launches(where)

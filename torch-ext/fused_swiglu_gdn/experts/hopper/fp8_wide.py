@@ -9,8 +9,6 @@ Sizes: S entries, E experts, H model width, I hidden width of an expert. Rows, p
 ../portable/routing.py's: a tile is 128 places without rows of another tile, so it is stored whole.
 """
 
-import functools
-
 import torch
 
 from ...fp8.call import BLOCK, INVERSE, LEAST
@@ -23,6 +21,7 @@ from ...runtime.gluon import (
     launch_dependents,
     mbarrier,
     record,
+    ring,
     tile_map,
     tma,
     tma_load,
@@ -226,18 +225,8 @@ def wide_kernel(
         wait_for_predecessor()
         launch_dependents()
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    a_smem = gl.allocate_shared_memory(
-        a_desc.dtype, [DEPTH] + a_desc.block_type.shape, a_desc.layout
-    )
-    s_smem = gl.allocate_shared_memory(
-        a_scale_desc.dtype, [DEPTH] + a_scale_desc.block_type.shape, a_scale_desc.layout
-    )
-    w_smem = gl.allocate_shared_memory(
-        w_desc.dtype, [2 * DEPTH] + w_desc.block_type.shape, w_desc.layout
-    )
-    out_smem = gl.allocate_shared_memory(
-        out_desc.dtype, [2] + out_desc.block_type.shape, out_desc.layout
-    )
+    a_smem, s_smem = ring(a_desc, DEPTH), ring(a_scale_desc, DEPTH)
+    w_smem, out_smem = ring(w_desc, 2 * DEPTH), ring(out_desc, 2)
     full = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], BAR)
     empty = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], BAR)
     for i in gl.static_range(DEPTH):
@@ -259,7 +248,6 @@ def places_of(routing: Routing) -> int:
     return -(-routing.places // BM.value) * BM.value
 
 
-@functools.lru_cache(maxsize=1024)
 def wide_launch(
     where: torch.device, routing: Routing, width: int, columns: int, gate: bool
 ) -> Launch:

@@ -20,6 +20,7 @@ from ...runtime.gluon import (
     gluon,
     mbarrier,
     record,
+    ring,
     tile_map,
     tma,
     tma_load,
@@ -29,7 +30,7 @@ from ...runtime.gluon import (
 )
 from ...runtime.launch import Launch
 from ...runtime.primitives import grouped_tile
-from ...swiglu.hopper.epilogue import BM, BN, UNIT, hand_over, piece, vector_layout
+from ...swiglu.hopper.epilogue import BM, BN, UNIT, for_fp16, hand_over, piece, vector_layout
 from ..portable.gate import gated_with_gradient
 from ..portable.routing import Routing, entry_of_row, place_of, tile_at
 
@@ -98,10 +99,7 @@ def _load_partition(w, parts_ptr):
 
 @gluon.jit
 def _multiply_partition(w, parts_ptr):
-    """Computes dz tile after tile into tile_smem; two warpgroups.
-
-    It is passed on as fp16, each row scaled by the power of two that uses its 11 bits best.
-    """
+    """Computes dz tile after tile into tile_smem, as fp16; two warpgroups."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BN, 16])
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     acc = gl.zeros((BM, BN), gl.float32, LAYOUT)
@@ -124,13 +122,10 @@ def _multiply_partition(w, parts_ptr):
         mbarrier.arrive(w.empty.index((it + w.STAGES - 1) % w.STAGES), count=1)
         mbarrier.wait(w.tile_empty, phase)
         phase ^= 1
-        # 2^e <= max of the row < 2^(e + 1); e at least -112, so that 2^(14 - e) is a number
-        most = gl.max(gl.abs(acc), 1).to(gl.int32, bitcast=True) & 0x7F800000
-        most = gl.maximum(most, 15 << 23)
-        w.rows_smem.index(0).store((most - (14 << 23)).to(gl.float32, bitcast=True))
+        scaled, factor = for_fp16(acc)
+        w.rows_smem.index(0).store(factor)
         w.rows_smem.index(1).store(weight)
-        scale = ((254 << 23) - most + (14 << 23)).to(gl.float32, bitcast=True)
-        hand_over(w.tile_smem, acc * gl.expand_dims(scale, 1))
+        hand_over(w.tile_smem, scaled)
         mbarrier.arrive(w.tile_full, count=1)
 
 
@@ -256,12 +251,7 @@ def gate_gradient_kernel(
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    a_smem = gl.allocate_shared_memory(
-        dout_desc.dtype, [STAGES] + dout_desc.block_type.shape, dout_desc.layout
-    )
-    b_smem = gl.allocate_shared_memory(
-        w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout
-    )
+    a_smem, b_smem = ring(dout_desc, STAGES), ring(w_desc, STAGES)
     tile_smem = gl.allocate_shared_memory(gl.float16, [4, BM, 64], TILE)
     rows_smem = gl.allocate_shared_memory(gl.float32, [2, BM], ROW)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)

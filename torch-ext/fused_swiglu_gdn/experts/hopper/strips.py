@@ -26,6 +26,7 @@ from ...runtime.gluon import (
     gluon,
     mbarrier,
     record,
+    ring,
     tile_map,
     tma,
     tma_load,
@@ -260,12 +261,7 @@ def weight_strips_kernel(
     """out[e] = a^T b over the rows of expert e; zeros for an expert without rows."""
     OUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    a_smem = gl.allocate_shared_memory(
-        a_desc.dtype, [HELD] + a_desc.block_type.shape, a_desc.layout
-    )
-    b_smem = gl.allocate_shared_memory(
-        b_desc.dtype, [2 * STAGES] + b_desc.block_type.shape, b_desc.layout
-    )
+    a_smem, b_smem = ring(a_desc, HELD), ring(b_desc, 2 * STAGES)
     out_smem = gl.allocate_shared_memory(out_desc.dtype, [2 * BUFFERS, TILE, TILE // 2], OUT)
     a_full = gl.allocate_shared_memory(gl.int64, [HELD, 1], BAR)
     a_empty = gl.allocate_shared_memory(gl.int64, [HELD, 1], BAR)

@@ -12,7 +12,8 @@ import torch
 
 from ...runtime import tuning
 from ...runtime.dtypes import HALF
-from ..call import Biases, Experts, ExpertsBackward, ExpertsGradient, ExpertsOptions
+from ...runtime.operation import on_copies
+from ..call import Experts, ExpertsBackward
 from .combine import combine, weights_gradient
 from .few import are_few, plan_few
 from .gradients import bias_gradients, gate_gradient, spread, weight_gradient
@@ -32,7 +33,9 @@ def _have_one_layout(w_gate_up: torch.Tensor, w_down: torch.Tensor, interleaved:
     return _is_readable(w_gate_up.mT) and _is_readable(w_down.mT)
 
 
-def supports_experts_fwd(x, w_gate_up, w_down, ids, weights, biases, options) -> bool:
+def supports(call) -> bool:
+    """True if these kernels compute the call, Experts, or the gradient of one, ExpertsBackward."""
+    x, w_down, ids = call.x, call.w_down, call.ids
     (E, _, I), K = w_down.shape, ids.shape[1]
     return (
         x.dtype in HALF
@@ -40,16 +43,17 @@ def supports_experts_fwd(x, w_gate_up, w_down, ids, weights, biases, options) ->
         and 0 < E <= 1024
         and 0 < K <= 64
         and x.shape[0] * K < 2**29
-        and weights.dtype != torch.float64
-        and _have_one_layout(w_gate_up, w_down, options.interleaved)
-        and all(b is None or (b.dtype == x.dtype and b.is_contiguous()) for b in biases)
+        and call.weights.dtype != torch.float64
+        and _have_one_layout(call.w_gate_up, w_down, call.options.interleaved)
+        and all(
+            b is None or (b.dtype == x.dtype and b.is_contiguous())
+            for b in (call.b_gate_up, call.b_down)
+        )
     )
 
 
-def supports_experts_bwd(
-    x, w_gate_up, w_down, ids, weights, biases, options, gradient=None
-) -> bool:
-    return supports_experts_fwd(x, w_gate_up, w_down, ids, weights, biases, options)
+def has_biases(call) -> bool:
+    return call.b_gate_up is not None or call.b_down is not None
 
 
 def tiles_for(where: torch.device, T: int, K: int, E: int) -> dict:
@@ -57,25 +61,32 @@ def tiles_for(where: torch.device, T: int, K: int, E: int) -> dict:
     return tuning.lookup("portable_experts", where, rows=max(1, T * K // E))
 
 
-def experts_fwd(
-    x: torch.Tensor,  # [T, H]
-    w_gate_up: torch.Tensor,  # [E, 2 I, H]: gate above up; as _have_one_layout has it
-    w_down: torch.Tensor,  # [E, H, I]
-    ids: torch.Tensor,  # [T, K] int32 or int64
-    weights: torch.Tensor,  # [T, K]
-    biases: Biases,
-    options: ExpertsOptions,
-) -> Tuple[torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:
-    """(out [T, H], gate_up [S, 2 I] by rows if it is kept, routing if there is one)."""
-    if _are_few(x, w_down, ids, biases, options):
-        x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
-        few = plan_few(x, w_down, ids, options.activation, options.limit)
-        return few(x, w_gate_up, w_down, ids, weights)
-    return _grouped(x, w_gate_up, w_down, ids, weights, biases, options)
+def prepare_experts_fwd(call: Experts) -> Optional[Callable]:
+    """The tensors of a call -> (out [T, H], gate_up [S, 2 I] by rows if it is kept, routing if
+    there is one)."""
+    options = call.options
+    if not supports(call):
+        return None
+    if not all(t.is_contiguous() for t in (call.x, call.ids, call.weights)):
+        return on_copies(prepare_experts_fwd, call, _contiguous)
+    if is_for_few(call):
+        return plan_few(call.x, call.w_down, call.ids, options.activation, options.limit)
+    return lambda *tensors: _grouped(Experts(*tensors, options))
 
 
-def _grouped(x, w_gate_up, w_down, ids, weights, biases: Biases, options: ExpertsOptions) -> tuple:
-    x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
+def _contiguous(x, w_gate_up, w_down, ids, weights, *biases) -> tuple:
+    return x.contiguous(), w_gate_up, w_down, ids.contiguous(), weights.contiguous(), *biases
+
+
+def is_for_few(call: Experts) -> bool:
+    """True if few.py computes the call: it takes one layout of the weights, and no biases."""
+    if has_biases(call) or call.options.keeps or not call.w_down.is_contiguous():
+        return False
+    return are_few(call.device, *call.ids.shape, *call.w_down.shape)
+
+
+def _grouped(call: Experts) -> tuple:
+    x, w_gate_up, w_down, ids, weights, b_gate_up, b_down, options = call
     activation, limit, keeps, recompute, _, interleaved = options
     T, (E, _, I), K = x.shape[0], w_down.shape, ids.shape[1]
     gate_up = x.new_empty((T * K, 2 * I)) if keeps and not recompute else None  # [S, 2 I]
@@ -84,92 +95,49 @@ def _grouped(x, w_gate_up, w_down, ids, weights, biases: Biases, options: Expert
     tiles = tiles_for(x.device, T, K, E)
     routing = route(ids, E, tiles["BLOCK_M"])
     z = x.new_empty((routing.places, I))
-    more = (activation, limit, tiles["up"])
-    up(x, w_gate_up, biases.gate_up, interleaved, routing, z, gate_up, *more)
+    up(x, w_gate_up, b_gate_up, interleaved, routing, z, gate_up, activation, limit, tiles["up"])
     y = rows_product(z, w_down, routing, tiles["down"])  # [.., H]
-    out = combine(y, weights, routing, ids, biases.down)
+    out = combine(y, weights, routing, ids, b_down)
     return out, gate_up, routing.buffer if keeps else None
 
 
-def _are_few(x, w_down, ids, biases: Biases, options: ExpertsOptions) -> bool:
-    """True if plan_few supports these tokens: it takes one layout of the weights, and no biases."""
-    if biases.are_there() or options.keeps or not w_down.is_contiguous():
-        return False
-    return are_few(x.device, *ids.shape, *w_down.shape)
+def prepare_experts_bwd(
+    call: ExpertsBackward, product: Callable = weight_gradient, gate: Optional[Callable] = None
+) -> Optional[Callable]:
+    """The six gradients as a function of the call's tensors. A gradient is None if not needed or
+    added to a main_grad.
 
-
-def prepare_experts_fwd(call: Experts) -> Optional[Callable]:
-    """experts_fwd as a function of the call's tensors."""
-    *tensors, b_gate_up, b_down, options = call
-    x, w_gate_up, w_down, ids, _ = tensors
-    biases = Biases(b_gate_up, b_down)
-    if not supports_experts_fwd(*tensors, biases, options):
-        return None
-    forward = _grouped
-    if _are_few(x, w_down, ids, biases, options):
-        forward = experts_fwd
-        if all(t.is_contiguous() for t in (x, ids, call.weights)):
-            return plan_few(x, w_down, ids, options.activation, options.limit)
-
-    def run(x, w_gate_up, w_down, ids, weights, *biases):
-        return forward(x, w_gate_up, w_down, ids, weights, Biases(*biases), options)
-
-    return run
-
-
-def prepare_experts_bwd(call: ExpertsBackward, gradients=None) -> Optional[Callable]:
-    """The six gradients as a function of the call's tensors; gradients: as experts_bwd.
-
-    main_grads: fp32 tensors to which the gradients of w_gate_up and w_down are added, or None.
+    product: the function used as weight_gradient. gate: a replacement for gate_gradient that takes
+    dout by places. main_grads of the function: fp32 tensors to which the gradients of w_gate_up and
+    w_down are added, or None.
     """
-    needs, options, function = *split_options(call), gradients or experts_bwd
-    if not supports_experts_bwd(*call[:5], Biases(*call[5:7]), options):
+    options = call.options
+    if not supports(call):
         return None
 
     def run(*tensors, main_grads=(None, None)):
-        gradient = ExpertsGradient(*tensors[7:10], needs, main_grads)
-        found = function(*tensors[:5], Biases(*tensors[5:7]), options, gradient)
-        return ExpertsBackward(*tensors, None).in_layout(found)
+        call = ExpertsBackward(*tensors, options)
+        return call.in_layout(_gradients(call, main_grads, product, gate))
 
     return run
 
 
-def split_options(call: ExpertsBackward) -> Tuple[list, ExpertsOptions]:
-    """needs, and the options of the forward."""
-    needs, *options = call.options
-    return needs, ExpertsOptions(*options)
-
-
-def experts_bwd(
-    x: torch.Tensor,  # [T, H]
-    w_gate_up: torch.Tensor,  # [E, 2 I, H]
-    w_down: torch.Tensor,  # [E, H, I]
-    ids: torch.Tensor,  # [T, K]
-    weights: torch.Tensor,  # [T, K]
-    biases: Biases,
-    options: ExpertsOptions,
-    gradient: ExpertsGradient,
-    product: Callable = weight_gradient,
-    gate: Optional[Callable] = None,
+def _gradients(
+    call: ExpertsBackward, main_grads: tuple, product: Callable, gate: Optional[Callable]
 ) -> Tuple[Optional[torch.Tensor], ...]:
-    """(dx, dw_gate_up, dw_down, dweights, db_gate_up, db_down).
-
-    A gradient is None if not needed or added to a main_grad. product: the function used as
-    weight_gradient. gate: a replacement for gate_gradient that takes dout by places.
-    """
-    activation, limit, *_, interleaved = options
-    dout, gate_up, buffer, needs, main_grads = gradient
+    x, w_gate_up, w_down, ids, weights, b_gate_up, b_down, dout, gate_up, buffer, options = call
+    needs, activation, limit, interleaved = options
     dout, x, weights = dout.contiguous(), x.contiguous(), weights.contiguous()
     by_rows = w_down.is_contiguous()
     T, (E, _, I), K = x.shape[0], w_down.shape, weights.shape[1]
     if x.numel() == 0:
-        return _zeros((x, w_gate_up, w_down, weights, *biases), needs, main_grads)
+        return _zeros((x, w_gate_up, w_down, weights, b_gate_up, b_down), needs, main_grads)
     tiles = tiles_for(x.device, T, K, E)
     routing = Routing(buffer, T, K, E, tiles["BLOCK_M"])
     if gate_up is None:
         gate_up = x.new_empty((T * K, 2 * I))  # [S, 2 I]
         more = (routing, None, gate_up, activation, limit, tiles["up"])
-        up(x, w_gate_up, biases.gate_up, interleaved, *more)
+        up(x, w_gate_up, b_gate_up, interleaved, *more)
     d_gate_up = x.new_empty((routing.places, 2 * I))
     wz = x.new_empty((routing.places, I)) if needs[2] else None
     spread_dout = spread(dout, routing) if needs[2] else None  # [.., H]
@@ -180,12 +148,11 @@ def experts_bwd(
         parts = gate(spread_dout, *more)
     dx = dw_gate_up = dw_down = dweights = None
     more, *dbiases = None, None, None
-    if biases.are_there():
-        more = (ids, weights, biases, needs[3:], routing, tiles["weight"])
+    if has_biases(call):
+        more = (ids, weights, b_down, needs[3:], routing, tiles["weight"])
         more, *dbiases = bias_gradients(dout, d_gate_up, *more)
     if needs[3]:
         dweights = weights_gradient(parts, weights, routing, more)
-
     of_weight = functools.partial(
         _of_weight, product=product, by_rows=by_rows, routing=routing, config=tiles["weight"]
     )

@@ -6,7 +6,6 @@
 Sizes: T tokens, K slots, S = T K entries, E experts, H model width, I hidden width of an expert.
 """
 
-import functools
 from typing import Callable, Optional
 
 import torch
@@ -114,27 +113,6 @@ def _few_down_kernel(
     tl.store(out_ptr + token * H + n, out.to(out_ptr.dtype.element_ty), mask=n < H)
 
 
-@functools.lru_cache(maxsize=1024)
-def _launches(where, T: int, K: int, E: int, H: int, I: int, activation: str, limit) -> tuple:
-    """The two launches for calls of these sizes."""
-    config = tuning.lookup("portable_experts_few", where, H=H, I=I)
-    up, down = config["up"], config["down"]
-    pdl = device.overlaps_launches(where)
-    first = Launch(
-        _few_up_kernel, T * K * cdiv(I, up["BLOCK_N"]), where, numbers=(E,),
-        constexprs=(H, I, K, activation, limit, up["BLOCK_N"], up["BLOCK_K"], pdl),
-        options=(("num_warps", up["num_warps"]),),
-    )  # fmt: skip
-    slots = next_power_of_2(K)
-    early = (("launch_pdl", True),) if pdl else ()
-    second = Launch(
-        _few_down_kernel, T * cdiv(H, down["BLOCK_N"]), where, numbers=(E,),
-        constexprs=(H, I, K, slots, down["BLOCK_N"], down["BLOCK_K"], pdl),
-        options=(("num_warps", down["num_warps"]), *early),
-    )  # fmt: skip
-    return first, second
-
-
 def are_few(where: torch.device, T: int, K: int, E: int, H: int, I: int) -> bool:
     """True if this form is faster than grouped products, which read the weights of an expert once.
 
@@ -148,8 +126,21 @@ def are_few(where: torch.device, T: int, K: int, E: int, H: int, I: int) -> bool
 def plan_few(x, w_down, ids, activation: str, limit: Optional[float]) -> Callable:
     """Returns the forward for few tokens as a function of the tensors for all calls of these
     shapes."""
-    (T, H), (E, _, I), K = x.shape, w_down.shape, ids.shape[1]
-    up, down = _launches(x.device, T, K, E, H, I, activation, limit)
+    (T, H), (E, _, I), K, where = x.shape, w_down.shape, ids.shape[1], x.device
+    config = tuning.lookup("portable_experts_few", where, H=H, I=I)
+    tile, pdl = config["up"], device.overlaps_launches(where)
+    early = (("launch_pdl", True),) if pdl else ()
+    up = Launch(
+        _few_up_kernel, T * K * cdiv(I, tile["BLOCK_N"]), where, numbers=(E,),
+        constexprs=(H, I, K, activation, limit, tile["BLOCK_N"], tile["BLOCK_K"], pdl),
+        options=(("num_warps", tile["num_warps"]),), guarded=True,
+    )  # fmt: skip
+    tile = config["down"]
+    down = Launch(
+        _few_down_kernel, T * cdiv(H, tile["BLOCK_N"]), where, numbers=(E,),
+        constexprs=(H, I, K, next_power_of_2(K), tile["BLOCK_N"], tile["BLOCK_K"], pdl),
+        options=(("num_warps", tile["num_warps"]), *early), guarded=True,
+    )  # fmt: skip
 
     def run(
         x: torch.Tensor,  # [T, H]

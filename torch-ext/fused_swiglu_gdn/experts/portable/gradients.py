@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 
 from ...runtime.primitives import grouped_tile
-from ..call import Biases
 from .gate import gated_with_gradient
 from .launching import box, launch
 from .products import gathered, halves, programs
@@ -348,7 +347,7 @@ def bias_gradients(
     d_gate_up: torch.Tensor,  # [.., 2 I] by places
     ids: torch.Tensor,  # [T, K]
     weights: torch.Tensor,  # [T, K]
-    biases: Biases,
+    b_down: Optional[torch.Tensor],  # [E, H]
     needs: Sequence[bool],  # of the routing weights and the biases
     routing: Routing,
     config: dict,
@@ -362,13 +361,13 @@ def bias_gradients(
     if needs[1]:
         ones = d_gate_up.new_ones((routing.places, 8))
         db_gate_up = weight_gradient(d_gate_up, ones, routing, None, config)[..., 0].contiguous()
-    if biases.down is None:
+    if b_down is None:
         return more, db_gate_up, db_down
     experts = torch.arange(routing.E, device=ids.device)
     here = [index.unsqueeze(1) == experts for index in ids.unbind(1)]  # K of [T, E]
     wide = dout.float()
     if needs[0]:
-        by_expert = wide @ biases.down.float().t()  # [T, E]
+        by_expert = wide @ b_down.float().t()  # [T, E]
         more = torch.stack([torch.where(at, by_expert, 0.0).sum(1) for at in here], 1)
     if needs[2]:
         slots = zip(here, weights.float().unbind(1))

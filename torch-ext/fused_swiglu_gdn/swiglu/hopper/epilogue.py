@@ -58,6 +58,18 @@ def hand_over(tile_smem, acc):
 
 
 @gluon.jit
+def for_fp16(acc):
+    """(acc with each row scaled by the power of two that uses fp16's 11 bits best, what to multiply
+    the rows with afterwards)."""
+    # 2^e <= max of the row < 2^(e + 1); e at least -112, so that 2^(14 - e) is a number
+    most = gl.max(gl.abs(acc), 1).to(gl.int32, bitcast=True) & 0x7F800000
+    most = gl.maximum(most, 15 << 23)
+    factor = (most - (14 << 23)).to(gl.float32, bitcast=True)
+    scale = ((254 << 23) - most + (14 << 23)).to(gl.float32, bitcast=True)
+    return acc * gl.expand_dims(scale, 1), factor
+
+
+@gluon.jit
 def piece(w, i, WARPS: gl.constexpr):
     """Piece i of the tile, [UNIT WARPS, 64]: from top to bottom, then the next 64 columns."""
     smem = w.tile_smem

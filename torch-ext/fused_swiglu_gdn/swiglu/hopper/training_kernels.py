@@ -12,13 +12,14 @@ from ...runtime.gluon import (
     gl,
     gluon,
     mbarrier,
+    ring,
     tma_load,
     warp_specialize,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from ...runtime.primitives import grouped_tile
-from .epilogue import BM, BN, Work, hand_over, make_gate, make_gradients
+from .epilogue import BM, BN, Work, for_fp16, hand_over, make_gate, make_gradients
 
 
 @gluon.jit
@@ -47,9 +48,8 @@ def _load_partition(w, gate_up, z_ptr):
 def _multiply_partition(w, gate_up, z_ptr):
     """Computes the product tile after tile into tile_smem; two warpgroups.
 
-    Gate and up are rounded to the dtype in which they are saved. dZ is passed on as fp16, each row
-    scaled by the power of two that uses its 11 bits best: beside the bf16 of all other operands
-    that is as good as no rounding.
+    Gate and up are rounded to the dtype in which they are saved. dZ is passed on as fp16: beside
+    the bf16 of all other operands that is as good as no rounding.
     """
     PAIR: gl.constexpr = len(w.b_desc.block_type.shape) == 3
     BK: gl.constexpr = w.a_desc.block_type.shape[1]
@@ -75,12 +75,9 @@ def _multiply_partition(w, gate_up, z_ptr):
         if PAIR:
             hand_over(w.tile_smem, acc)
         else:
-            # 2^e <= max of the row < 2^(e + 1); e at least -112, so that 2^(14 - e) is a number
-            most = gl.max(gl.abs(acc), 1).to(gl.int32, bitcast=True) & 0x7F800000
-            most = gl.maximum(most, 15 << 23)
-            w.scale_smem.index(0).store((most - (14 << 23)).to(gl.float32, bitcast=True))
-            scale = ((254 << 23) - most + (14 << 23)).to(gl.float32, bitcast=True)
-            hand_over(w.tile_smem, acc * gl.expand_dims(scale, 1))
+            scaled, factor = for_fp16(acc)
+            w.scale_smem.index(0).store(factor)
+            hand_over(w.tile_smem, scaled)
         fence_async_shared()
         mbarrier.arrive(w.tile_full, count=1)
 
@@ -118,12 +115,7 @@ def _run(
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     HANDED: gl.constexpr = a_desc.dtype if PAIR else gl.float16
-    a_smem = gl.allocate_shared_memory(
-        a_desc.dtype, [STAGES] + a_desc.block_type.shape, a_desc.layout
-    )
-    b_smem = gl.allocate_shared_memory(
-        b_desc.dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout
-    )
+    a_smem, b_smem = ring(a_desc, STAGES), ring(b_desc, STAGES)
     tile_smem = gl.allocate_shared_memory(HANDED, [4, BM, 64], TILE)
     scale_smem = gl.allocate_shared_memory(gl.float32, [1, BM], ROW)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
