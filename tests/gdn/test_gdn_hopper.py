@@ -64,6 +64,26 @@ def test_copies_lie_as_those_of_the_first_call():
         assert run(*call.tensors)
 
 
+def test_prompts_of_a_pool_that_are_known_are_not_checked_again(kernel, monkeypatch):
+    chip = submodule("runtime.device").Chip("NVIDIA_H200", (9, 0), 132)
+    x = gdn_inputs(1, 128, 2, 4, 128, 128, torch.bfloat16)
+    x["initial_state"] = torch.zeros(3, 4, 128, 128)
+    options = {"state_indices": torch.tensor([2, 0]), "cu_seqlens": cu(60, 68)}
+    kept = torch.tensor([True, False])
+
+    def call(kept):
+        return kernel.chunk_gated_delta_rule(**x, **options, has_initial_state=kept)
+
+    with torch.no_grad(), submodule("runtime.recording").recorded(chip) as records:
+        call(kept)
+        monkeypatch.setattr(submodule("gdn.api"), "_checked", None)
+        call(~kept)
+        for wrong, error in ((kept[:1], ValueError), (kept.int(), TypeError), ([], TypeError)):
+            with pytest.raises(error, match="has_initial_state must"):
+                call(wrong)
+    assert [record.name for record in records].count("_clear_rows_kernel") == 2
+
+
 @pytest.mark.parametrize(
     "capability, served", [((9, 0), True), ((8, 0), False), ((10, 0), False), ((12, 0), False),
                            (None, False)]
