@@ -14,7 +14,7 @@ that needs no other rank's state contain the values to send.
 States are [pieces, HV, K, V] here, in fp32 or fp64.
 """
 
-from typing import Callable, List, NamedTuple, Optional, Tuple
+from typing import Callable, List, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from ..parallel.context import CpContext
 from ..parallel.exchange import start_all_gather
-from ..parallel.plan import Piece, Slot
+from ..parallel.plan import Slot
 from ..runtime.operation import Operation
 from ..runtime.ops import needs_grad
 from .call import GdnBackward, GdnCall, GdnPieces, GradientOptions
@@ -31,15 +31,6 @@ from .ops_train import CHUNK, GRADIENT, NONE
 # parts of a call, which ordinary calls compute as well: there is no other definition
 PIECES = Operation("gdn.pieces", "gdn_pieces_fwd", GdnPieces, None, schema=None)
 ENTRY = Operation("gdn.pieces", "gdn_entry_bwd", GdnBackward, None, schema=None)
-
-
-class Saved(NamedTuple):
-    """Tensors that the forward saves for the backward."""
-
-    start: Optional[Tensor]  # the state before each piece here
-    transitions: Optional[Tensor]  # M^T of the outgoing pieces here, [slots, HV, K, K], of those
-    # in the middle at least; or None where none is
-    blocks: Tuple[Tensor, ...]  # Tb, P, F of the chunks, where the call saves them
 
 
 def _run(call: GdnCall) -> Tuple[Tensor, Tensor, Tuple[Tensor, ...]]:
@@ -133,16 +124,18 @@ def _to_send(call: GdnCall, cp: CpContext, start: Tensor) -> Tuple[Tensor, Calla
     return own, lambda start: known or _run_here(call, cp, start)
 
 
-def chunk_forward(call: GdnCall, cp: CpContext) -> Tuple[Tensor, Tensor, Saved]:
-    """o [1, T, HV, V], the state after each segment, and the tensors saved for the backward.
+def chunk_forward(call: GdnCall, cp: CpContext) -> tuple:
+    """o [1, T, HV, V], the state after each segment, and what the backward needs.
 
+    That is the state before each segment; M^T [slots, HV, K, K] of the outgoing ones, of those in
+    the middle at least, or None where none is; Tb, P, F of the chunks, where the call saves them.
     call: a batch of one whose sequences are the local segments; initial_state is read for segments
     that start their sequence.
     """
     start = call.initial_state
     if not cp.plan.chains:
         o, states, blocks = _run_here(call, cp, start)
-        return o, states, Saved(start, None, blocks)
+        return o, states, start, None, blocks
     if start is None:
         wide = torch.promote_types(call.v.dtype, torch.float32)
         start = call.v.new_zeros(len(cp.pieces), call.HV, call.K, call.V, dtype=wide)
@@ -158,13 +151,10 @@ def chunk_forward(call: GdnCall, cp: CpContext) -> Tuple[Tensor, Tensor, Saved]:
         transitions = own[:, :, call.V :].contiguous()
     for place in incoming:
         before, _ = cp.chain(cp.pieces[place])
-        start[place] = _chained(gathered, _slots(cp.plan.outgoing, before), call.V, False)
+        slots = [cp.plan.outgoing[piece] for piece in before]
+        start[place] = _chained(gathered, slots, call.V, False)
     o, states, blocks = results or finish(start)
-    return o, states, Saved(start, transitions, blocks or ())
-
-
-def _slots(known: dict, pieces: List[Piece]) -> List[Slot]:
-    return [known[piece] for piece in pieces]
+    return o, states, start, transitions, blocks or ()
 
 
 def _gradients_here(call: GdnBackward, cp: CpContext) -> tuple:
@@ -227,7 +217,7 @@ def chunk_backward(
     gathered = exchanged()
     for place in outgoing:
         _, behind = cp.chain(cp.pieces[place])
-        slots = _slots(cp.plan.incoming, behind[::-1])
+        slots = [cp.plan.incoming[piece] for piece in reversed(behind)]
         d_states[place].add_(_chained(gathered, slots, call.V, True))
     *grads, d_start = grads or finish(d_states)
     if needs_initial:
@@ -240,9 +230,9 @@ class _Chunk(torch.autograd.Function):
     @staticmethod
     def forward(ctx, cp, options, *tensors):
         call = GdnCall(*tensors, None, cp.lengths_on(tensors[0].device), options)
-        o, states, saved = chunk_forward(call, cp)
+        o, states, start, transitions, blocks = chunk_forward(call, cp)
         ctx.cp, ctx.options = cp, options
-        ctx.save_for_backward(*tensors[:7], *saved[:2], *saved.blocks)
+        ctx.save_for_backward(*tensors[:7], start, transitions, *blocks)
         ctx.set_materialize_grads(False)
         return o, states
 
