@@ -80,7 +80,7 @@ def run(kernel, gguf, count: int, family: str = "llama") -> dict:
 
 def main() -> int:
     parser = parts.parser_of(__doc__, packages=["gguf"], model=False)
-    parser.add_argument("--gguf", help="the file of a model; default: it is downloaded")
+    parser.add_argument("--gguf", help="the file of a model, which is downloaded otherwise")
     parser.add_argument("--tokens", type=int, default=40, help="of an answer, at least 1")
     options = parts.options_of(parser)
     if options.tokens < 1:

@@ -122,7 +122,7 @@ def parser_of(doc: str, packages=(), model: bool = True) -> argparse.ArgumentPar
         description=doc.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     if model:
-        parser.add_argument("--model", help="a Hub name, a folder or a .gguf file; default: tiny")
+        parser.add_argument("--model", help="a Hub name, a folder or a .gguf file, not a tiny one")
     parser.set_defaults(packages=packages)
     return parser
 

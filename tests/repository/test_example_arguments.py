@@ -10,8 +10,8 @@ from conftest import load_example
 pytest.importorskip("transformers")
 pytest.importorskip("kernels")
 EXAMPLES = (
-    "finetune_lora", "fp8_checkpoint", "generate_fast", "kernelize_llm", "train_bytes",
-    "train_digits",
+    "finetune_lora", "fp8_checkpoint", "generate_fast", "kernelize_llm", "load_gguf", "serve",
+    "train_bytes", "train_digits", "train_fsdp", "train_sft", "train_trainer",
 )  # fmt: skip
 
 
@@ -90,5 +90,5 @@ def test_images_that_cannot_be_fetched(monkeypatch, capsys):
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_help_has_values_and_defaults(monkeypatch, capsys, name):
     text = said(name, "--help", monkeypatch, capsys, 0)
-    _, *options = text.partition("options:")[2].split("\n  -")
-    assert options[1:] and all("(default: " in option for option in options[1:])
+    _, _, *options = " ".join(text.partition("options:")[2].split()).split(" --")
+    assert options and all("(default: " in option for option in options)

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-import fresh
 import pytest
 import torch
 from conftest import ROOT, load_example, submodule
@@ -158,26 +157,3 @@ def test_fsdp2(kernel, tmp_path):
     ]
     before, after = losses
     assert len(after) == 3 and after == pytest.approx(before, rel=1e-4)
-
-
-HELP = """
-import runpy, sys
-folder, *names = sys.argv[1:]
-sys.path[0] = folder
-for name in names:
-    sys.argv = [name, "--help"]
-    try:
-        runpy.run_path(f"{folder}/{name}.py", run_name="__main__")
-    except SystemExit as stop:
-        print(f"{name} ends with {stop.code}")
-"""
-
-
-def test_help():
-    names = ("train_trainer", "train_sft", "train_fsdp", "serve", "load_gguf")
-    ran = fresh.python("-c", HELP, ROOT / "examples", *names)
-    assert ran.returncode == 0, ran.stderr
-    assert [line for line in ran.stdout.splitlines() if " ends with " in line] == [
-        f"{name} ends with 0" for name in names
-    ]
-    assert ran.stdout.count("usage: ") == len(names)
