@@ -187,12 +187,8 @@ def test_bad_input(kernel):
     logits = torch.randn(3, 5)
     for top_k, options, error, text in (
         (6, {}, ValueError, "top_k must be 1 to 5, the number of experts, got 6"),
-        (True, {}, TypeError, "top_k must be an int, got bool"),
         (2, {"scoring": "tanh"}, ValueError, "scoring must be one of 'softmax', 'sigmoid'"),
-        (2, {"bias": torch.randn(4)}, ValueError, "bias must have shape"),
         (2, {"scale": 0.0}, ValueError, "scale must be positive"),
-        (2, {"dtype": torch.int32}, TypeError, "dtype must be one of float32"),
-        (2, {"renormalize": "no"}, TypeError, "renormalize must be True or False"),
     ):
         with pytest.raises(error, match=text):
             kernel.fused_topk(logits, top_k, **options)

@@ -4,7 +4,6 @@ import functools
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from conftest import assert_close, gdn_inputs, relative_error
@@ -107,192 +106,91 @@ DRAFTS = dict(
 BAD = [
     # shapes
     (chunk(q=torch.ones(2, 8, 2)), ValueError, ["q", "[B, T, H, K]", "[2, 8, 2]"]),
-    (chunk(k=torch.ones(2, 8, 2, 7)), ValueError, ["k", "[2, 8, 2, 6]", "[2, 8, 2, 7]"]),
-    (chunk(v=torch.ones(2, 9, 4, 5)), ValueError, ["v", "[2, 8, HV, V]", "[2, 9, 4, 5]"]),
-    (chunk(g=torch.ones(2, 8, 2)), ValueError, ["g", "[2, 8, 4]", "[2, 8, 2]"]),
-    (chunk(beta=torch.ones(2, 8)), ValueError, ["beta", "[2, 8, 4]", "[2, 8]"]),
     (chunk(v=torch.ones(2, 8, 3, 5)), ValueError, ["v", "multiple of the 2 heads", "3 heads"]),
-    (
-        chunk(q=torch.ones(2, 8, 2, 300), k=torch.ones(2, 8, 2, 300)),
-        ValueError,
-        ["q and k", "1 to 256", "300"],
-    ),
+    (chunk(q=torch.ones(2, 8, 2, 300), k=torch.ones(2, 8, 2, 300)), ValueError,
+     ["q and k", "1 to 256", "300"]),
     (chunk(v=torch.ones(2, 8, 4, 0)), ValueError, ["v", "1 to 256", "0"]),
     # types, dtypes, devices
     (chunk(q=[1.0]), TypeError, ["q", "torch.Tensor", "list"]),
-    (chunk(g=None), TypeError, ["g", "torch.Tensor", "NoneType"]),
     (chunk(q=torch.ones(2, 8, 2, 6).long()), TypeError, ["q", "float32", "int64"]),
     (chunk(k=torch.ones(2, 8, 2, 6).half()), TypeError, ["k", "dtype of q", "float16"]),
-    (chunk(v=torch.ones(2, 8, 4, 5).bfloat16()), TypeError, ["v", "dtype of q", "bfloat16"]),
-    (chunk(beta=torch.ones(2, 8, 4).int()), TypeError, ["beta", "float32", "int32"]),
     (chunk(k=torch.ones(2, 8, 2, 6, **META)), ValueError, ["k", "device of q", "meta"]),
-    (chunk(g=torch.ones(2, 8, 4, **META)), ValueError, ["g", "device of q", "meta"]),
     # scale, chunk size, options
     (chunk(scale=-0.5), ValueError, ["scale", "positive", "-0.5"]),
-    (chunk(scale=0.0), ValueError, ["scale", "positive", "0.0"]),
     (chunk(scale=float("nan")), ValueError, ["scale", "finite", "nan"]),
     (chunk(scale="1"), TypeError, ["scale", "float", "str"]),
-    (chunk(scale=True), TypeError, ["scale", "float", "bool"]),
-    (recurrent(scale=True), TypeError, ["scale", "float", "bool"]),
-    (chunk(scale=float("inf")), ValueError, ["scale", "finite", "inf"]),
     (chunk(output_final_state=[1.0]), TypeError, ["output_final_state", "True or False", "list"]),
-    (chunk(recompute="no"), TypeError, ["recompute", "True or False", "str"]),
-    (
-        recurrent(inplace_final_state=np.ones(2)),
-        TypeError,
-        ["inplace_final_state", "True or False", "ndarray"],
-    ),
-    (chunk(chunk_size=np.ones(2)), ValueError, ["chunk_size", "64"]),
-    (
-        chunk(state_dtype=[torch.float32]),
-        TypeError,
-        ["state_dtype", "float32", "float64", "[torch.float32]"],
-    ),
     *[
         (call(allow_neg_eigval=True), ValueError, ["allow_neg_eigval", "False unless", "sigmoid"])
         for call in (chunk, recurrent)
     ],
     (chunk(chunk_size=32), ValueError, ["chunk_size", "64", "32"]),
     (chunk(checkpoint_every=100), ValueError, ["checkpoint_every", "multiple of 64", "100"]),
-    (chunk(checkpoint_every=-64), ValueError, ["checkpoint_every", "multiple of 64", "-64"]),
-    (
-        chunk(state_dtype=torch.int8),
-        TypeError,
-        ["state_dtype", "float32, bfloat16, float16, float64, or None", "int8"],
-    ),
+    (chunk(state_dtype=torch.int8), TypeError,
+     ["state_dtype", "float32, bfloat16, float16, float64, or None", "int8"]),
     (chunk(use_gate_in_kernel=True), ValueError, ["A_log", "use_gate_in_kernel", "None"]),
     (chunk(A_log=torch.ones(4)), ValueError, ["A_log", "None unless use_gate_in_kernel"]),
-    (
-        chunk(use_gate_in_kernel=True, A_log=torch.ones(2)),
-        ValueError,
-        ["A_log", "[HV] = [4]", "[2]"],
-    ),
-    (
-        recurrent(use_gate_in_kernel=True, A_log=torch.ones(4), dt_bias=torch.ones(3)),
-        ValueError,
-        ["dt_bias", "[4]", "[3]"],
-    ),
+    (chunk(use_gate_in_kernel=True, A_log=torch.ones(2)), ValueError,
+     ["A_log", "[HV] = [4]", "[2]"]),
+    (recurrent(use_gate_in_kernel=True, A_log=torch.ones(4), dt_bias=torch.ones(3)), ValueError,
+     ["dt_bias", "[4]", "[3]"]),
     # packed sequences
-    (chunk(cu_seqlens=[0, 8]), TypeError, ["cu_seqlens", "torch.Tensor", "list"]),
     (chunk(cu_seqlens=ints(1, 8)), ValueError, ["cu_seqlens", "start with 0", "1"]),
-    (
-        chunk(cu_seqlens=ints(0, 5, 3, 8), initial_state=None),
-        ValueError,
-        ["cu_seqlens", "not decrease", "3", "5"],
-    ),
+    (chunk(cu_seqlens=ints(0, 5, 3, 8), initial_state=None), ValueError,
+     ["cu_seqlens", "not decrease", "3", "5"]),
     (chunk(cu_seqlens=ints(0, 7)), ValueError, ["cu_seqlens", "end with", "8", "7"]),
-    (chunk(cu_seqlens=ints(0, 8).float()), TypeError, ["cu_seqlens", "int32, int64", "float32"]),
     (chunk(cu_seqlens=ints(0, 8).view(1, 2)), ValueError, ["cu_seqlens", "[N + 1]", "[1, 2]"]),
     (chunk(cu_seqlens=ints()), ValueError, ["cu_seqlens", "[N + 1]", "[0]"]),
     (chunk(cu_seqlens=ints(0, 4, 8)), ValueError, ["initial_state", "[2, 4, 6, 5]", "[1, 4"]),
-    (
-        chunk(
-            cu_seqlens=ints(0, 8),
-            q=torch.ones(2, 8, 2, 6),
-            k=torch.ones(2, 8, 2, 6),
-            v=torch.ones(2, 8, 4, 5),
-            g=torch.ones(2, 8, 4),
-            beta=torch.ones(2, 8, 4),
-        ),
-        ValueError,
-        ["q", "[1, T, H, K]", "cu_seqlens", "batch 2"],
-    ),
+    (chunk(cu_seqlens=ints(0, 8), q=torch.ones(2, 8, 2, 6), k=torch.ones(2, 8, 2, 6),
+     v=torch.ones(2, 8, 4, 5), g=torch.ones(2, 8, 4), beta=torch.ones(2, 8, 4)), ValueError, ["q",
+     "[1, T, H, K]", "cu_seqlens", "batch 2"]),
     # states
-    (
-        chunk(initial_state=torch.ones(2, 4, 5, 6)),
-        ValueError,
-        ["initial_state", "[N, HV, K, V]", "[2, 4, 6, 5]", "[2, 4, 5, 6]"],
-    ),
-    (
-        chunk(state_v_first=True),
-        ValueError,
-        ["initial_state", "[N, HV, V, K]", "[2, 4, 5, 6]", "[2, 4, 6, 5]"],
-    ),
-    (chunk(initial_state=torch.ones(2, 4, 6, 5).int()), TypeError, ["initial_state", "int32"]),
+    (chunk(initial_state=torch.ones(2, 4, 5, 6)), ValueError,
+     ["initial_state", "[N, HV, K, V]", "[2, 4, 6, 5]", "[2, 4, 5, 6]"]),
+    (chunk(state_v_first=True), ValueError,
+     ["initial_state", "[N, HV, V, K]", "[2, 4, 5, 6]", "[2, 4, 6, 5]"]),
     (chunk(**POOL, state_indices=ints(0, 3)), ValueError, ["state_indices", "3 rows", "3"]),
     (chunk(**POOL, state_indices=ints(1, 1)), ValueError, ["state_indices", "twice", "1, 1"]),
     (chunk(**POOL, state_indices=ints(0)), ValueError, ["state_indices", "[N] = [2]", "[1]"]),
-    (
-        chunk(**POOL, state_indices=ints(0, 1).float()),
-        TypeError,
-        ["state_indices", "int32", "float32"],
-    ),
-    (
-        chunk(initial_state=None, state_indices=ints(0, 1)),
-        ValueError,
-        ["initial_state", "pool", "state_indices"],
-    ),
-    (
-        recurrent(initial_state=None, inplace_final_state=True),
-        ValueError,
-        ["initial_state", "inplace_final_state", "None"],
-    ),
-    (
-        recurrent(inplace_final_state=True, output_all_states=True),
-        ValueError,
-        ["output_all_states", "False"],
-    ),
-    (
-        recurrent(output_state_indices=ints(0, 1), inplace_final_state=True),
-        ValueError,
-        ["state_indices", "output_state_indices"],
-    ),
-    (
-        recurrent(**POOL, state_indices=ints(0, 1)),
-        ValueError,
-        ["inplace_final_state", "True", "state_indices"],
-    ),
+    (chunk(initial_state=None, state_indices=ints(0, 1)), ValueError,
+     ["initial_state", "pool", "state_indices"]),
+    (recurrent(initial_state=None, inplace_final_state=True), ValueError,
+     ["initial_state", "inplace_final_state", "None"]),
+    (recurrent(inplace_final_state=True, output_all_states=True), ValueError,
+     ["output_all_states", "False"]),
+    (recurrent(output_state_indices=ints(0, 1), inplace_final_state=True), ValueError,
+     ["state_indices", "output_state_indices"]),
+    (recurrent(**POOL, state_indices=ints(0, 1)), ValueError,
+     ["inplace_final_state", "True", "state_indices"]),
     *[
         (chunk(**{**POOL, "state_indices": ints(0, 2), **changes}), error, words)
         for changes, error, words in (
-            (
-                dict(has_initial_state=torch.ones(3).bool()),
-                ValueError,
-                ["has_initial_state", "[N] = [2]", "[3]"],
-            ),
-            (dict(has_initial_state=ints(0, 1)), TypeError, ["has_initial_state", "bool", "int64"]),
-            (dict(has_initial_state=[True]), TypeError, ["has_initial_state", "Tensor", "list"]),
-            (dict(inplace_final_state="no"), TypeError, ["inplace_final_state", "str"]),
-            (
-                dict(state_indices=None, initial_state=None, inplace_final_state=False),
-                ValueError,
-                ["state_indices", "inplace_final_state=False"],
-            ),
+            (dict(has_initial_state=torch.ones(3).bool()), ValueError,
+             ["has_initial_state", "[N] = [2]", "[3]"]),
+            (dict(state_indices=None, initial_state=None, inplace_final_state=False), ValueError,
+             ["state_indices", "inplace_final_state=False"]),
         )
     ],
     (recurrent(null_index=1), ValueError, ["null_index", "-1 or 0", "1"]),
     (recurrent(null_index=False), ValueError, ["null_index", "-1 or 0", "False"]),
-    (
-        recurrent(**POOL, state_indices=ints(1, 1), inplace_final_state=True, null_index=0),
-        ValueError,
-        ["state_indices", "twice", "1, 1"],
-    ),
+    (recurrent(**POOL, state_indices=ints(1, 1), inplace_final_state=True, null_index=0),
+     ValueError, ["state_indices", "twice", "1, 1"]),
     *[
         (recurrent(**{**DRAFTS, **changes}), error, words)
         for changes, error, words in (
-            (
-                dict(state_indices=None, initial_state=torch.zeros(2, 4, 6, 5)),
-                ValueError,
-                ["state_indices", "num_accepted_tokens", "None"],
-            ),
+            (dict(state_indices=None, initial_state=torch.zeros(2, 4, 6, 5)), ValueError,
+             ["state_indices", "num_accepted_tokens", "None"]),
             (dict(state_indices=ints(0, 1)), ValueError, ["state_indices", "[2, 1+S]", "[2]"]),
             (dict(state_indices=SLOTS[:, :7]), ValueError, ["state_indices", "token", "8", "7"]),
             (dict(state_indices=SLOTS % 15), ValueError, ["state_indices", "twice"]),
             (dict(num_accepted_tokens=ints(1)), ValueError, ["num_accepted_tokens", "[2]", "[1]"]),
             (dict(num_accepted_tokens=ints(0, 1)), ValueError, ["num_accepted_tokens", "1 to 8"]),
             (dict(num_accepted_tokens=ints(1, 9)), ValueError, ["num_accepted_tokens", "[1, 9]"]),
-            (dict(num_accepted_tokens=[1, 1]), TypeError, ["num_accepted_tokens", "list"]),
             (dict(output_state_indices=ints(0, 1)), ValueError, ["output_state_indices", "None"]),
             (dict(inplace_final_state=False), ValueError, ["inplace_final_state", "True"]),
-            (
-                dict(
-                    cu_seqlens=ints(0, 8),
-                    state_indices=SLOTS[:1, :7],
-                    num_accepted_tokens=ints(1),
-                ),
-                ValueError,
-                ["state_indices", "a column for each token", "8", "7"],
-            ),
+            (dict(cu_seqlens=ints(0, 8), state_indices=SLOTS[:1, :7], num_accepted_tokens=ints(1)),
+             ValueError, ["state_indices", "a column for each token", "8", "7"]),
         )
     ],
     *[
@@ -305,79 +203,38 @@ BAD = [
             (dict(conv_state_indices=None), ValueError, ["conv_state", "[2, 3, S]", "[5, 3, 5]"]),
             (dict(num_accepted_tokens=ints(0, 1)), ValueError, ["num_accepted_tokens", "1 to 3"]),
             (dict(num_accepted_tokens=ints(4, 1)), ValueError, ["num_accepted_tokens", "1 to 3"]),
-            (dict(num_accepted_tokens=[1, 1]), TypeError, ["num_accepted_tokens", "list"]),
             (dict(x=torch.ones(2, 3, 4)), ValueError, ["conv_state", "6 columns", "4 tokens", "5"]),
             (dict(cu_seqlens=ints(0, 3)), ValueError, ["x", "[1, D, T]", "cu_seqlens", "2"]),
-            (dict(out=torch.ones(2, 3)), ValueError, ["out", "shape of x", "[2, 3]"]),
-            (dict(out=torch.ones(2, 3, 3).half()), TypeError, ["out", "dtype of x", "float16"]),
         )
     ],
-    (recurrent(out=1.0), TypeError, ["out", "torch.Tensor", "float"]),
-    (recurrent(out=torch.ones(2, 8, 4, 6)), ValueError, ["out", "shape of v", "[2, 8, 4, 6]"]),
-    (recurrent(out=torch.ones(2, 8, 4, 5).half()), TypeError, ["out", "dtype of v", "float16"]),
-    (
-        recurrent(out=torch.ones(1, 8, 4, 5).expand(2, -1, -1, -1)),
-        ValueError,
-        ["out", "memory for each element", "[0, 20, 5, 1]"],
-    ),
+    (recurrent(out=torch.ones(1, 8, 4, 5).expand(2, -1, -1, -1)), ValueError,
+     ["out", "memory for each element", "[0, 20, 5, 1]"]),
     # forward only
-    (
-        opt(q=torch.ones(2, 8, 2, 6, requires_grad=True)),
-        ValueError,
-        ["q", "gradient", "chunk_gated_delta_rule_opt is forward only"],
-    ),
-    (
-        vk(v=torch.ones(2, 8, 4, 5, requires_grad=True)),
-        ValueError,
-        ["v", "gradient", "chunk_gated_delta_rule_opt_vk is forward only"],
-    ),
-    *[
-        (call(**{name: bad}), TypeError, [name, "torch.Tensor", type(bad).__name__])
-        for call in (opt, vk)
-        for name in ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")
-        for bad in ([1.0], np.ones(2))
-    ],
+    (opt(q=torch.ones(2, 8, 2, 6, requires_grad=True)), ValueError,
+     ["q", "gradient", "chunk_gated_delta_rule_opt is forward only"]),
+    (vk(v=torch.ones(2, 8, 4, 5, requires_grad=True)), ValueError,
+     ["v", "gradient", "chunk_gated_delta_rule_opt_vk is forward only"]),
     *[
         (vk(initial_state=torch.ones(3, 4, 5, 6), initial_state_indices=rows), error, words)
         for rows, error, words in (
             (ints(0), ValueError, ["initial_state_indices must have shape [N] = [2]", "[1]"]),
             (ints(0, 3), ValueError, ["initial_state_indices must be below the 3 rows", "3"]),
             (ints(1, 1), ValueError, ["initial_state_indices must not name", "twice", "[1, 1]"]),
-            (torch.ones(2), TypeError, ["initial_state_indices must be of dtype", "float32"]),
-            ([0, 1], TypeError, ["initial_state_indices must be a torch.Tensor", "list"]),
         )
     ],
-    (
-        vk(initial_state_indices=ints(0, 1)),
-        ValueError,
-        ["initial_state must be the state pool when initial_state_indices is given", "None"],
-    ),
-    (chunk(recompute=torch.ones(2)), TypeError, ["recompute", "True or False", "Tensor"]),
-    (
-        chunk(state_indices=ints(0, 1), initial_state=wanted(2, 4, 6, 5)),
-        ValueError,
-        ["initial_state", "gradient", "in place"],
-    ),
-    (
-        recurrent(inplace_final_state=True, initial_state=wanted(2, 4, 6, 5)),
-        ValueError,
-        ["initial_state", "gradient", "in place"],
-    ),
+    (vk(initial_state_indices=ints(0, 1)), ValueError,
+     ["initial_state must be the state pool when initial_state_indices is given", "None"]),
+    (chunk(state_indices=ints(0, 1), initial_state=wanted(2, 4, 6, 5)), ValueError,
+     ["initial_state", "gradient", "in place"]),
+    (recurrent(inplace_final_state=True, initial_state=wanted(2, 4, 6, 5)), ValueError,
+     ["initial_state", "gradient", "in place"]),
     (recurrent(out=wanted(2, 8, 4, 5)), ValueError, ["out", "gradient", "in place"]),
     (update(conv_state=wanted(1, 3, 4)), ValueError, ["conv_state", "gradient", "in place"]),
     (update(out=wanted(1, 3)), ValueError, ["out", "gradient", "in place"]),
     (vk(o=wanted(2, 8, 4, 5)), ValueError, ["o", "gradient", "in place"]),
-    (vk(o=[1.0]), TypeError, ["o", "torch.Tensor", "list"]),
-    (vk(initial_state_indices=[0, 1]), TypeError, ["initial_state_indices", "Tensor", "list"]),
-    (
-        vk(initial_state_indices=ints(0, 1), inplace_final_state=False),
-        ValueError,
-        ["initial_state", "pool"],
-    ),
+    (vk(initial_state_indices=ints(0, 1), inplace_final_state=False), ValueError,
+     ["initial_state", "pool"]),
     (vk(cu_seqlens=[0, 8], num_decodes=1), TypeError, ["cu_seqlens", "torch.Tensor", "list"]),
-    (vk(use_chunk_hip=np.ones(2)), TypeError, ["use_chunk_hip", "True or False", "ndarray"]),
-    (recurrent(v=[1.0], g=None), TypeError, ["v", "torch.Tensor", "list"]),
-    (recurrent(output_state_indices=[0]), TypeError, ["output_state_indices", "Tensor", "list"]),
     (vk(use_chunk_hip=True), ValueError, ["use_chunk_hip", "False", "True"]),
     (vk(num_decodes=-1), ValueError, ["num_decodes", "0, where cu_seqlens is not", "-1"]),
     (vk(num_decode_tokens=2), ValueError, ["num_decode_tokens", "0, where cu_seqlens", "2"]),
@@ -385,73 +242,33 @@ BAD = [
         (vk(cu_seqlens=ints(0, 1, 9), **changes), error, words)
         for changes, error, words in (
             (dict(num_decodes=3), ValueError, ["num_decodes", "0 to 2", "3"]),
-            (dict(num_decodes=True), TypeError, ["num_decodes", "an int", "bool"]),
-            (
-                dict(num_decodes=1, num_decode_tokens=2),
-                ValueError,
-                ["num_decode_tokens", "cu_seqlens[num_decodes], 1", "2"],
-            ),
+            (dict(num_decodes=1, num_decode_tokens=2), ValueError,
+             ["num_decode_tokens", "cu_seqlens[num_decodes], 1", "2"]),
         )
     ],
-    (vk(o=torch.ones(2, 8, 4, 6)), ValueError, ["o", "shape of v", "[2, 8, 4, 6]"]),
     (vk(inplace_final_state=True), ValueError, ["initial_state_indices", "inplace_final_state"]),
     # SwiGLU
-    (swiglu(x=1.0), TypeError, ["x", "torch.Tensor", "float"]),
     (swiglu(x=torch.tensor(1.0)), ValueError, ["x", "[..., K]", "[]"]),
     (swiglu(w_gate=torch.ones(3, 5)), ValueError, ["w_gate", "[N, 4]", "[3, 5]"]),
-    (swiglu(w_up=torch.ones(2, 4)), ValueError, ["w_up", "[3, 4]", "[2, 4]"]),
-    (swiglu(b_gate=torch.ones(4)), ValueError, ["b_gate", "[3]", "[4]"]),
-    (swiglu(w_up=torch.ones(3, 4).half()), TypeError, ["w_up", "dtype of x", "float16"]),
-    (swiglu(b_up=torch.ones(3, **META)), ValueError, ["b_up", "device of x", "meta"]),
-    (swiglu(x=torch.ones(2, 4).int()), TypeError, ["x", "float32", "int32"]),
     (swiglu(activation="gelu_new"), ValueError, ["activation", "'silu'", "'gelu_new'"]),
-    (swiglu(activation=np.ones(2)), ValueError, ["activation", "'silu'", "array"]),
-    (mlp(main_grad=[1.0]), TypeError, ["main_grad", "True or False", "list"]),
     (mlp(w_down=torch.ones(4, 4)), ValueError, ["w_down", "[O, 3]", "[4, 4]"]),
-    (mlp(b_down=torch.ones(3)), ValueError, ["b_down", "[4]", "[3]"]),
     (module(0, 4), ValueError, ["in_features", "at least 1", "0"]),
     (module(4, 4.0), TypeError, ["hidden_dim", "int", "float"]),
     (module(4, 4, block=-64), ValueError, ["block", "at least 1", "-64"]),
-    (
-        lambda kernel: kernel.FusedSwiGLU(4, 6)(torch.ones(2, 5)),
-        ValueError,
-        ["x", "[..., 4]", "[2, 5]"],
-    ),
-    (
-        lambda kernel: kernel.FusedSwiGLU.from_linears(torch.nn.Linear(4, 6), torch.nn.ReLU()),
-        ValueError,
-        ["gate", "no bias"],
-    ),
+    (lambda kernel: kernel.FusedSwiGLU(4, 6)(torch.ones(2, 5)), ValueError,
+     ["x", "[..., 4]", "[2, 5]"]),
+    (lambda kernel: kernel.FusedSwiGLU.from_linears(torch.nn.Linear(4, 6), torch.nn.ReLU()),
+     ValueError, ["gate", "no bias"]),
     # the layer's surroundings
-    (conv(x=torch.ones(3, 8)), ValueError, ["x", "[B, D, T]", "[3, 8]"]),
-    (conv(weight=torch.ones(2, 4)), ValueError, ["weight", "[3, W]", "[2, 4]"]),
     (conv(weight=torch.ones(3, 9)), ValueError, ["weight", "2 to 8", "9"]),
-    (conv(weight=torch.ones(3, 1)), ValueError, ["weight", "2 to 8", "1"]),
-    (conv(bias=torch.ones(2)), ValueError, ["bias", "[3]", "[2]"]),
     (conv(activation="relu"), ValueError, ["activation", "'silu'", "'relu'"]),
-    (conv(seq_idx=torch.ones(1, 7).int()), ValueError, ["seq_idx", "[1, 8]", "[1, 7]"]),
-    (conv(seq_idx=torch.ones(1, 8)), TypeError, ["seq_idx", "int32", "float32"]),
-    (
-        conv(seq_idx=torch.ones(1, 8).int(), cu_seqlens=ints(0, 8)),
-        ValueError,
-        ["seq_idx", "None", "cu_seqlens"],
-    ),
-    (conv(cu_seqlens=ints(0, 9)), ValueError, ["cu_seqlens", "end with", "8", "9"]),
+    (conv(seq_idx=torch.ones(1, 8).int(), cu_seqlens=ints(0, 8)), ValueError,
+     ["seq_idx", "None", "cu_seqlens"]),
     (conv(initial_states=torch.ones(1, 3, 4)), ValueError, ["initial_states", "[1, 3, 3]"]),
-    (update(x=np.ones((1, 3))), TypeError, ["x", "torch.Tensor", "ndarray"]),
-    (conv(return_final_states="no"), TypeError, ["return_final_states", "True or False", "str"]),
     (update(conv_state=torch.ones(1, 3, 2)), ValueError, ["conv_state", "at least the 3", "2"]),
-    (update(conv_state=torch.ones(2, 3, 4)), ValueError, ["conv_state", "[1, 3, S]", "[2, 3, 4]"]),
-    (norm(gate=torch.ones(2, 3)), ValueError, ["gate", "shape of x", "[2, 3]"]),
-    (norm(weight=torch.ones(3)), ValueError, ["weight", "[4]", "[3]"]),
     (norm(eps=-1.0), ValueError, ["eps", "non-negative", "-1.0"]),
-    (norm(eps=float("nan")), ValueError, ["eps", "non-negative and finite", "nan"]),
-    (norm(eps=float("inf")), ValueError, ["eps", "non-negative and finite", "inf"]),
-    (norm(eps=True), TypeError, ["eps", "float", "bool"]),
-    (norm(eps="1"), TypeError, ["eps", "float", "str"]),
     (norm(activation="gelu"), ValueError, ["activation", "'sigmoid'", "'gelu'"]),
-    (gate(A_log=torch.ones(3)), ValueError, ["A_log", "[4]", "[3]"]),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("call, error, words", BAD, ids=lambda value: None)
@@ -494,17 +311,10 @@ def written(kernel, what):
             kernel.materialise_ring(state, ring, cursor, inplace=True)
 
 
-@pytest.mark.parametrize(
-    "what, name",
-    [
-        ("recurrent", "initial_state"),
-        ("chunk", "initial_state"),
-        ("update", "conv_state"),
-        ("rope", "key_cache"),
-        ("replay", "initial_state"),
-        ("materialise", "state"),
-    ],
-)
+@pytest.mark.parametrize("what, name", [
+    ("recurrent", "initial_state"), ("chunk", "initial_state"), ("update", "conv_state"),
+    ("rope", "key_cache"), ("replay", "initial_state"), ("materialise", "state"),
+])  # fmt: skip
 def test_what_is_written_has_memory_for_each_element(kernel, what, name):
     with torch.no_grad(), pytest.raises(ValueError, match=f"^{name} must have memory for each"):
         written(kernel, what)
@@ -513,18 +323,14 @@ def test_what_is_written_has_memory_for_each_element(kernel, what, name):
 NESTED = torch.nested.nested_tensor([torch.ones(1, 4), torch.ones(3, 4)])
 
 
-@pytest.mark.parametrize(
-    "call, name, x, kind",
-    [
-        (swiglu, "x", torch.ones(2, 4).to_sparse(), "torch.sparse_coo"),
-        (swiglu, "w_gate", torch.ones(3, 4).to_sparse(), "torch.sparse_coo"),
-        (mlp, "w_up", torch.ones(3, 4).to_sparse_csr(), "torch.sparse_csr"),
-        (norm, "weight", torch.ones(4).to_sparse(), "torch.sparse_coo"),
-        (gate, "a", torch.ones(2, 4).to_sparse(), "torch.sparse_coo"),
-        (swiglu, "x", NESTED, "a nested one"),
-        (norm, "x", NESTED, "a nested one"),
-    ],
-)
+@pytest.mark.parametrize("call, name, x, kind", [
+    (swiglu, "x", torch.ones(2, 4).to_sparse(), "torch.sparse_coo"),
+    (swiglu, "w_gate", torch.ones(3, 4).to_sparse(), "torch.sparse_coo"),
+    (mlp, "w_up", torch.ones(3, 4).to_sparse_csr(), "torch.sparse_csr"),
+    (norm, "weight", torch.ones(4).to_sparse(), "torch.sparse_coo"),
+    (gate, "a", torch.ones(2, 4).to_sparse(), "torch.sparse_coo"),
+    (swiglu, "x", NESTED, "a nested one"), (norm, "x", NESTED, "a nested one"),
+])  # fmt: skip
 def test_tensors_without_strides(kernel, call, name, x, kind):
     """Also where a dense one of the same shape has passed."""
     call()(kernel)
@@ -532,15 +338,10 @@ def test_tensors_without_strides(kernel, call, name, x, kind):
         call(**{name: x})(kernel)
 
 
-@pytest.mark.parametrize(
-    "call, name, good, bad",
-    [
-        (chunk, "scale", [1, 1.0], True),
-        (recurrent, "scale", [1, 1.0], True),
-        (norm, "eps", [1, 1.0, 0], True),
-        (norm, "eps", [0, 0.0], False),
-    ],
-)
+@pytest.mark.parametrize("call, name, good, bad", [
+    (chunk, "scale", [1, 1.0], True), (recurrent, "scale", [1, 1.0], True),
+    (norm, "eps", [1, 1.0, 0], True), (norm, "eps", [0, 0.0], False),
+])  # fmt: skip
 def test_a_value_that_passed_lets_no_equal_of_another_type_pass(kernel, call, name, good, bad):
     for value in good:
         call(**{name: value})(kernel)
@@ -776,23 +577,20 @@ def test_words_that_are_no_list(kernel):
 HUB = "org/fused-swiglu-gdn"
 
 
-@pytest.mark.parametrize(
-    "given, error, words",
-    [
-        (dict(source="/no/such/folder"), ValueError, "source must be .*a folder.*'/no/such"),
-        (dict(source="no-such-folder"), ValueError, "source must be .*a folder.*'no-such"),
-        (dict(source=Path("no/folder")), ValueError, "source must be .*a folder.*'no/folder'"),
-        (dict(source=3), TypeError, "source must be .*got int"),
-        (dict(source=HUB), ValueError, f"version or revision must be given for {HUB}.*neither"),
-        (dict(source=HUB, version=1, revision="v1"), ValueError, "one of the two, got both"),
-        (dict(source=HUB, version="1"), TypeError, "version must be of type int, got str"),
-        (dict(source=HUB, version=True), TypeError, "version must be of type int, got bool"),
-        (dict(source=HUB, revision=1), TypeError, "revision must be of type str, got int"),
-        (dict(version=1), ValueError, "version must be None unless source is .*Hub, .*source None"),
-        (dict(source=".", revision="v1"), ValueError, "revision must be None unless .*source '.'"),
-        (dict(trust_remote_code="yes"), TypeError, "trust_remote_code .*repositories.*got 'yes'"),
-    ],
-)
+@pytest.mark.parametrize("given, error, words", [
+    (dict(source="/no/such/folder"), ValueError, "source must be .*a folder.*'/no/such"),
+    (dict(source="no-such-folder"), ValueError, "source must be .*a folder.*'no-such"),
+    (dict(source=Path("no/folder")), ValueError, "source must be .*a folder.*'no/folder'"),
+    (dict(source=3), TypeError, "source must be .*got int"),
+    (dict(source=HUB), ValueError, f"version or revision must be given for {HUB}.*neither"),
+    (dict(source=HUB, version=1, revision="v1"), ValueError, "one of the two, got both"),
+    (dict(source=HUB, version="1"), TypeError, "version must be of type int, got str"),
+    (dict(source=HUB, version=True), TypeError, "version must be of type int, got bool"),
+    (dict(source=HUB, revision=1), TypeError, "revision must be of type str, got int"),
+    (dict(version=1), ValueError, "version must be None unless source is .*Hub, .*source None"),
+    (dict(source=".", revision="v1"), ValueError, "revision must be None unless .*source '.'"),
+    (dict(trust_remote_code="yes"), TypeError, "trust_remote_code .*repositories.*got 'yes'"),
+])  # fmt: skip
 def test_sources_of_a_mapping(kernel, given, error, words):
     with pytest.raises(error, match=words):
         kernel.layer_mapping(**given)

@@ -438,17 +438,10 @@ def test_compiled_functions_have_one_graph(kernel, device, grad):
 
 
 WRONG = [
-    ({"x": 3}, TypeError, "x must be a torch.Tensor, got int"),
     ({"x": torch.tensor(1.0)}, ValueError, r"x must have shape \[..., D\], got \[\]"),
-    ({"x": torch.ones(3, 8, dtype=torch.int64)}, TypeError, "x must be of dtype"),
     ({"weight": torch.ones(7)}, ValueError, r"weight must have shape \[D\] = \[8\], got \[7\]"),
-    ({"weight": torch.ones(8, device="meta")}, ValueError, "weight must be on the device of x"),
     ({"residual": torch.ones(2, 8)}, ValueError, "residual must have the shape of x"),
-    ({"residual": torch.ones(3, 8).half()}, TypeError, "residual must have the dtype of x"),
-    ({"eps": -1.0}, ValueError, "eps must be non-negative"),
-    ({"eps": "1"}, TypeError, "eps must be a float"),
     ({"casting_mode": "none"}, ValueError, "casting_mode must be one of 'llama', 'gemma'"),
-    ({"casting_mode": None}, ValueError, "casting_mode must be one of 'llama', 'gemma'"),
     ({"after": 1}, TypeError, "after must be a bool, got 1"),
     ({"after": True}, ValueError, "residual must be given with after=True, got None"),
     ({"offset": 1.0}, ValueError, 'offset must be 0 with casting_mode "llama", got 1.0'),
@@ -463,18 +456,3 @@ def test_errors(kernel, wrong, error, text):
     for _ in range(2):
         with pytest.raises(error, match=text):
             kernel.rms_norm(**{**right, **wrong})
-
-
-@compiled
-def test_errors_of_silu_mul(kernel):
-    x = torch.ones(3, 8)
-    for args, error, text in (
-        ((x, 1), TypeError, "up must be a torch.Tensor"),
-        ((x, x[:2]), ValueError, r"up must have the shape of gate, \[3, 8\], got \[2, 8\]"),
-        ((x, x.half()), TypeError, "up must have the dtype of gate"),
-        ((x.long(), x.long()), TypeError, "gate must be of dtype"),
-    ):
-        with pytest.raises(error, match=text):
-            kernel.silu_mul(*args)
-    with pytest.raises(ValueError, match="activation must be one of 'silu'"):
-        kernel.silu_mul(x, x, activation="tanh")
