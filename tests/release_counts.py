@@ -18,21 +18,21 @@ from typing import Dict, List, NamedTuple, Optional
 import torch
 from conftest import load_package, submodule
 from sweep_models import LOGITS, callable_model, difference
-from tiny_models import CONFIGS, MORE, random_model, randomise, tokens
+from tiny_models import CONFIGS, KDA, MORE, random_model, randomise, tokens
 
 TYPES = [
-    *CONFIGS, *MORE, "apertus", "arcee", "aria_text", "cohere", "cwm", "deepseek_v3", "exaone4",
-    "flex_olmo", "gemma", "gemma3_text", "glm4", "glm4_moe", "glm4v_text", "gpt_oss", "granitemoe",
+    *CONFIGS, *MORE, *KDA, "apertus", "arcee", "aria_text", "cohere", "cwm", "deepseek_v3",
+    "exaone4", "flex_olmo", "gemma", "gemma3_text", "glm4", "glm4_moe", "glm4v_text", "gpt_oss", "granitemoe",
     "granitemoehybrid", "helium", "hy_v3", "lfm2", "minimax", "minimax_m2", "mixtral", "mt5",
     "olmo3", "olmoe", "phimoe", "pixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_text", "smollm3",
     "solar_open", "t5gemma",
 ]  # fmt: skip
-BY_TINY_MODELS = {*CONFIGS, *MORE, "glm4v_text"}
+BY_TINY_MODELS = {*CONFIGS, *MORE, *KDA, "glm4v_text"}
 # operations of which one at least runs where a module of a kind is served
 RUNS = {
     "mlp": ("swiglu", "silu_mul"), "norm": ("rms_norm",), "attention": ("qk_norm_rope",),
-    "layer": ("rms_norm",), "gdn": ("gdn_",), "experts": ("experts",), "router": ("topk",),
-    "block": ("shared",),
+    "layer": ("rms_norm",), "gdn": ("gdn_",), "kda": ("kda_",), "experts": ("experts",),
+    "router": ("topk",), "block": ("shared",),
 }  # fmt: skip
 NEW_TOKENS = 4
 

@@ -107,7 +107,7 @@ def config_of(name: str, **changes):
     transformers = pytest.importorskip("transformers")
     try:
         return transformers.AutoConfig.for_model(
-            name, **{**BASE, **{**CONFIGS, **MORE, **PARTS}[name], **changes}
+            name, **{**BASE, **{**CONFIGS, **MORE, **PARTS, **KDA}[name], **changes}
         )
     except ValueError:
         pytest.skip(f"this transformers has no {name}")

@@ -28,7 +28,7 @@ from packaging.requirements import Requirement
 FOLDER = ROOT / ".venv" / "releases"
 TABLE = ROOT / "tests" / "releases.json"
 COUNTS = ROOT / "tests" / "release_counts.py"
-KINDS = ("mlp", "norm", "attention", "layer", "gdn", "experts", "router", "block")
+KINDS = ("mlp", "norm", "attention", "layer", "gdn", "kda", "experts", "router", "block")
 MOST_NAMED = 6  # classes with the same reason
 
 

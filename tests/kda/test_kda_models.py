@@ -5,22 +5,9 @@ import copy
 import pytest
 import torch
 from conftest import relative_error, submodule
-from tiny_models import BASE, KDA, LOGITS, assert_same_gradients, randomise, tokens
+from tiny_models import KDA, LOGITS, assert_same_gradients, random_model, tokens
 
 NAMES = list(KDA)
-
-
-def random_model(name, **changes):
-    transformers = pytest.importorskip("transformers")
-    try:
-        values = {**BASE, **KDA[name], **changes}
-        config = transformers.AutoConfig.for_model(name, **values)
-    except ValueError:
-        pytest.skip(f"this transformers has no {name}")
-    torch.manual_seed(0)
-    generates = type(config) in transformers.AutoModelForCausalLM._model_mapping
-    kind = transformers.AutoModelForCausalLM if generates else transformers.AutoModel
-    return randomise(kind.from_config(config)).eval()
 
 
 def served(kernel, model, **options):
