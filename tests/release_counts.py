@@ -22,10 +22,10 @@ from tiny_models import CONFIGS, KDA, MORE, random_model, randomise, tokens
 
 TYPES = [
     *CONFIGS, *MORE, *KDA, "apertus", "arcee", "aria_text", "cohere", "cwm", "deepseek_v3",
-    "exaone4", "flex_olmo", "gemma", "gemma3_text", "glm4", "glm4_moe", "glm4v_text", "gpt_oss", "granitemoe",
-    "granitemoehybrid", "helium", "hy_v3", "lfm2", "minimax", "minimax_m2", "mixtral", "mt5",
-    "olmo3", "olmoe", "phimoe", "pixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_text", "smollm3",
-    "solar_open", "t5gemma",
+    "exaone4", "flex_olmo", "gemma", "gemma3_text", "glm4", "glm4_moe", "glm4v_text", "gpt_oss",
+    "granitemoe", "granitemoehybrid", "helium", "hy_v3", "lfm2", "minimax", "minimax_m2",
+    "mixtral", "mt5", "olmo3", "olmoe", "phimoe", "pixtral", "qwen2_moe", "qwen3_moe",
+    "qwen3_vl_text", "smollm3", "solar_open", "t5gemma",
 ]  # fmt: skip
 BY_TINY_MODELS = {*CONFIGS, *MORE, *KDA, "glm4v_text"}
 # operations of which one at least runs where a module of a kind is served
