@@ -52,6 +52,19 @@ def test_a_model_has_the_same_bits(kernel, monkeypatch, few):
     assert torch.equal(model(ids).logits, expected)
 
 
+def test_inputs_from_outside_of_inference_mode(kernel, monkeypatch):
+    """A norm then gives what does not count its changes, of x that does."""
+    fp8_problems.stand_in(monkeypatch)
+    model = fp8_problems.tiny_qwen3()
+    kernel.kernelize(model)
+    x = model.model.embed_tokens(IDS).detach()
+    with dispatch.force("reference"):
+        with torch.no_grad():
+            expected = model(inputs_embeds=x).logits
+        with torch.inference_mode():
+            assert torch.equal(model(inputs_embeds=x).logits, expected)
+
+
 def test_projections_that_are_no_fp8(kernel, monkeypatch):
     """Of Gated DeltaNet: those in FP8 and those in bf16 in one launch, of one token in two."""
     calls = fp8_problems.stand_in(monkeypatch)

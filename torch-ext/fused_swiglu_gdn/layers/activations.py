@@ -10,6 +10,7 @@ from torch import nn
 
 from .plain import HOOKS, is_torchs_own
 
+_OF_TORCH = {"SiLU": "silu", "ReLU": "relu", "GELU": "gelu_tanh"}
 # NewGELUActivation spells out the formula that the other two ask torch for
 _OF_TRANSFORMERS = {
     "SiLUActivation": "silu",
@@ -17,6 +18,7 @@ _OF_TRANSFORMERS = {
     "PytorchGELUTanh": "gelu_tanh",
     "NewGELUActivation": "gelu_tanh",
 }
+_HOMES = {"torch.nn.modules.activation": _OF_TORCH, "transformers.activations": _OF_TRANSFORMERS}
 _FUNCTIONS = {F.silu: "silu", F.relu: "relu", torch.relu: "relu"}
 
 
@@ -25,22 +27,23 @@ class _Known(NamedTuple):
     forward: Callable  # the class's, as it was when it was first met
 
 
-_known: Dict[type, _Known] = {nn.SiLU: _Known("silu", nn.SiLU.forward)}
-_known[nn.ReLU] = _Known("relu", nn.ReLU.forward)
-_known[nn.GELU] = _Known("gelu_tanh", nn.GELU.forward)
+_known: Dict[type, _Known] = {}
 
 
 def _meet(kind: type) -> Optional[_Known]:
-    """The entry of a class of transformers.activations whose forward is that of its file, or
-    None."""
-    module = sys.modules.get("transformers.activations")
-    name = _OF_TRANSFORMERS.get(kind.__name__)
-    if name is None or getattr(module, kind.__name__, None) is not kind:
+    """The entry of a class whose forward is that of its file, or None."""
+    home = kind.__module__
+    name = _HOMES.get(home, {}).get(kind.__name__)
+    if name is None or getattr(sys.modules[home], kind.__name__, None) is not kind:
         return None
-    if not is_torchs_own(kind.forward, module.__file__):
+    if not is_torchs_own(kind.forward, sys.modules[home].__file__):
         return None
     _known[kind] = _Known(name, kind.forward)
     return _known[kind]
+
+
+for _kind in (nn.SiLU, nn.ReLU, nn.GELU):  # what torch compiles may not look into files
+    _meet(_kind)
 
 
 def activation_of(function) -> Optional[str]:

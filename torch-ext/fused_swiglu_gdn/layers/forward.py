@@ -159,13 +159,12 @@ class Interface:
     def __init__(self, name: Word, eager: Callable):
         self.name, self.eager = Value(name), eager
         self.plain = (name.how, name.what) == ("attribute", NAME)
-        self.known: Optional[tuple] = None
-        self.function: Optional[Callable] = None
+        self.known: tuple = (None, None)  # facts and the function, which threads read together
 
     def of(self, module: nn.Module) -> Callable:
         """The function that the module calls; an error as from transformers if there is none."""
         registry = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
-        facts = None
+        facts, (known, function) = None, self.known
         if self.plain:
             try:
                 config, kind = module.__dict__["config"], type(registry)
@@ -179,8 +178,8 @@ class Interface:
                     )  # fmt: skip
             except (AttributeError, KeyError, TypeError):
                 pass  # of a release that keeps them elsewhere
-            if facts is not None and facts == self.known:
-                return self.function
+            if facts is not None and facts == known:
+                return function
         function = registry.get_interface(self.name.of(module), self.eager)
-        self.known, self.function = facts, function
+        self.known = facts, function
         return function

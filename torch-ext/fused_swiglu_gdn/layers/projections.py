@@ -60,7 +60,7 @@ def joined(x: torch.Tensor, *linears: nn.Module) -> torch.Tensor:
     y = x.new_empty((rows.shape[0], sum(sizes)))
     for weight, part in zip(weights, y.split_with_sizes(sizes, -1)):
         torch.mm(rows, weight.t(), out=part)
-    return y.view(*x.shape[:-1], -1)
+    return y.view(*x.shape[:-1], sum(sizes))
 
 
 def _may_write(x: torch.Tensor, weights: List[torch.Tensor]) -> bool:
