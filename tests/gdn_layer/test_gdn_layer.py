@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from conftest import assert_close, prepared, relative_error, submodule
+from conftest import assert_close, computed, prepared, relative_error, submodule
 from interpreter import INTERPRETING, compiled, interpreted, test_in_the_interpreter  # noqa: F401
 
 reference = submodule("gdn_layer.reference.layer")
@@ -18,18 +18,11 @@ def wide(*args):
     return [x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in args]
 
 
-def by_kernel(name, kind):
-    """What the kernels compute of the fields of a call."""
-    return functools.partial(prepared, "gdn_layer.portable.layer", name, kind)
-
-
-convolve = by_kernel("causal_conv1d_fwd", calls.Convolution)
-norm = by_kernel("rms_norm_gated_fwd", calls.GatedNorm)
+by_kernel = functools.partial(prepared, "gdn_layer.portable.layer")
+convolve = functools.partial(by_kernel, "causal_conv1d_fwd", calls.Convolution)
+norm = functools.partial(by_kernel, "rms_norm_gated_fwd", calls.GatedNorm)
+decode = functools.partial(computed, "gdn_layer.portable.layer", "gdn_layer_decode")
 definition = reference.causal_conv1d_update
-
-
-def decode(call):
-    return by_kernel("gdn_layer_decode", calls.LayerDecode)(*call.tensors, *call.options)
 
 
 def update(*tensors, activation="silu", null=-1, out=None, by=None):
@@ -37,8 +30,8 @@ def update(*tensors, activation="silu", null=-1, out=None, by=None):
     tensors += (None,) * (7 - len(tensors))
     if by is not None:
         return by(*tensors, activation, null)
-    run = by_kernel("causal_conv1d_update", calls.ConvolutionUpdate)
-    y = run(*tensors, out, activation, null)
+    fields = (*tensors, out, activation, null)
+    y = by_kernel("causal_conv1d_update", calls.ConvolutionUpdate, *fields)
     return y if out is None else out
 
 
@@ -46,6 +39,26 @@ def poison(*tensors):
     """Leaves freed memory full of NaN behind, for the allocator to hand out again."""
     stale = [torch.full_like(x, float("nan")) for x in tensors]
     del stale
+
+
+def check_convolution(*args):
+    """y of a call, which is the reference's in fp64, with the same last inputs."""
+    poison(args[0])
+    y, final = convolve(*args)
+    ref_y, ref_final = reference.causal_conv1d_fwd(*wide(*args))
+    assert_close(y, ref_y)
+    assert final is ref_final is None or torch.equal(final.double(), ref_final)
+    return y
+
+
+def check_update(x, states, *rest, out=None, **options):
+    """y of a call, which is the reference's in fp64, with the same states; NaN of x is of none."""
+    ref_states = states.double()
+    ref = update(*wide(x.nan_to_num()), ref_states, *wide(*rest), by=definition, **options)
+    y = update(x, states, *rest, out=out, **options)
+    assert_close(y, ref)
+    assert torch.equal(states.double().nan_to_num(), ref_states.nan_to_num())
+    return y
 
 
 class Kernel:
@@ -75,11 +88,7 @@ class Kernel:
         before = self.normal(2, W - 1, 24, dtype=dtype).mT
         for initial, b, activation in ((None, None, None), (before, bias, "silu")):
             args = (x, weight, b, None, None, initial, activation, True)
-            poison(x)
-            y, final = convolve(*args)
-            ref_y, ref_final = reference.causal_conv1d_fwd(*wide(*args))
-            assert_close(y, ref_y)
-            assert torch.equal(final.double(), ref_final)
+            y = check_convolution(*args)
             assert y.stride() == torch.empty_like(x).stride()
             if self.device != "cpu":  # the interpreter runs one program after the other
                 assert torch.equal(y, convolve(*args)[0])
@@ -93,12 +102,7 @@ class Kernel:
         assert submodule("gdn_layer.portable.causal_conv1d_quads").takes_quads(
             x, torch.empty_like(x)
         )
-        args = (x, weight, bias, None, None, None, "silu", True)
-        poison(x)
-        y, final = convolve(*args)
-        ref_y, ref_final = reference.causal_conv1d_fwd(*wide(*args))
-        assert_close(y, ref_y)
-        assert torch.equal(final.double(), ref_final)
+        check_convolution(x, weight, bias, None, None, None, "silu", True)
 
     # a sequence shorter than the taps, empty ones, the last one empty too
     @pytest.mark.parametrize("cu", [[0, 0, 2, 3, 21, 37, 37], [0, 37]], ids=str)
@@ -108,11 +112,7 @@ class Kernel:
         initial = self.normal(N, 24, 3, dtype=DTYPES[1])
         lengths = torch.tensor(cu, device=self.device, dtype=torch.int32)
         for start in (None, initial):
-            args = (x, weight, None, None, lengths, start, "silu", True)
-            y, final = convolve(*args)
-            ref_y, ref_final = reference.causal_conv1d_fwd(*wide(*args))
-            assert_close(y, ref_y)
-            assert torch.equal(final.double(), ref_final)
+            y = check_convolution(x, weight, None, None, lengths, start, "silu", True)
             for n, (a, b) in enumerate(zip(cu, cu[1:])):  # alone it gives the same bits
                 one = None if start is None else start[n : n + 1]
                 alone, _ = convolve(x[..., a:b], weight, None, None, None, one, "silu", False)
@@ -131,8 +131,7 @@ class Kernel:
     def test_convolution_by_seq_idx(self):
         x, weight = self.x("tokens", 2, 24, 20, DTYPES[1]), self.normal(24, 4, dtype=DTYPES[1])
         seq_idx = torch.tensor([[0] * 5 + [1] * 15, [3] * 20], device=self.device)
-        args = (x, weight, None, seq_idx, None, None, None, False)
-        assert_close(convolve(*args)[0], reference.causal_conv1d_fwd(*wide(*args))[0])
+        check_convolution(x, weight, None, seq_idx, None, None, None, False)
 
     def test_no_tokens(self):
         x, weight, initial = self.normal(2, 24, 0), self.normal(24, 4), self.normal(2, 24, 3)
@@ -145,13 +144,8 @@ class Kernel:
     def test_update(self, T, S, dtype):
         weight, bias = self.normal(24, 4, dtype=dtype), self.normal(24, dtype=dtype)
         state = self.normal(2, 24, S, dtype=dtype)
-        ref_state = state.double()
         for order in ("tokens", "channels"):
-            x = self.x(order, 2, 24, T, dtype)
-            y = update(x, state, weight, bias)
-            ref = update(*wide(x), ref_state, *wide(weight, bias), by=definition)
-            assert_close(y, ref)
-            assert torch.equal(state.double(), ref_state)
+            check_update(self.x(order, 2, 24, T, dtype), state, weight, bias)
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("S", [3, 4, 6])
@@ -167,15 +161,10 @@ class Kernel:
             indices = torch.tensor(slots, device=self.device)
             x, room = self.x("tokens", 4, 24, T, dtype), self.normal(4, T + 1, 24, dtype=dtype)
             x[1] = float("nan")
-            ref_pool, before, out = pool.double(), room.clone(), room[:, 1:].mT
-            y = update(x, pool, weight, bias, indices, null=null, out=out)
-            clean, params = wide(x.nan_to_num()), wide(weight, bias)
-            ref = update(*clean, ref_pool, *params, indices, null=null, by=definition)
+            before, out = room.clone(), room[:, 1:].mT
+            y = check_update(x, pool, weight, bias, indices, null=null, out=out)
             assert y is out and torch.equal(room[:, :1], before[:, :1])
-            assert_close(y, ref)
-            assert not y[1].any()
-            assert torch.equal(pool.double().nan_to_num(), ref_pool.nan_to_num())
-            assert torch.isfinite(pool[slots[0]]).all()
+            assert not y[1].any() and torch.isfinite(pool[slots[0]]).all()
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("W", [2, 4])
@@ -184,16 +173,12 @@ class Kernel:
         weight, S = self.normal(24, W, dtype=dtype), W + 2  # a column more than 3 tokens need
         x = self.x("tokens", 4 if cu is None else 1, 24, 3 if cu is None else 6, dtype)
         lengths = None if cu is None else torch.tensor(cu, device=self.device)
-        pool, ref_pool = self.normal(7, 24, S, dtype=dtype), None
+        pool = self.normal(7, 24, S, dtype=dtype)
+        rows = torch.tensor([5, 2, 0, 6], device=self.device)
         for null, counts in ((-1, [1, 2, 3, 4]), (0, [3, 1, 1, 2])):
-            ref_pool = pool.double()
-            rows = torch.tensor([5, 2, 0, 6], device=self.device)
-            args = (None, rows, torch.tensor(counts, device=self.device), lengths)
-            options = {"activation": None, "null": null}
-            y = update(x, pool, weight, *args, **options)
-            ref = update(*wide(x), ref_pool, *wide(weight), *args, **options, by=definition)
-            assert_close(y, ref)
-            assert torch.equal(pool.double(), ref_pool)
+            accepted = torch.tensor(counts, device=self.device)
+            args = (x, pool, weight, None, rows, accepted, lengths)
+            check_update(*args, activation=None, null=null)
 
     def test_rejected_drafts_leave_no_trace(self):
         """Rounds of drafts of which some are accepted give what those tokens alone give."""
@@ -217,11 +202,8 @@ class Kernel:
     def test_update_of_packed_sequences(self):
         weight, pool = self.normal(24, 4), self.normal(4, 24, 4)
         x, cu = self.x("tokens", 1, 24, 6, torch.float32), [0, 2, 2, 5, 6]
-        ref_pool, alone = pool.double(), pool.clone()
-        args = (None, None, None, torch.tensor(cu, device=self.device))
-        y = update(x, pool, weight, *args)
-        assert_close(y, update(*wide(x), ref_pool, *wide(weight), *args, by=definition))
-        assert torch.equal(pool.double(), ref_pool)
+        alone, lengths = pool.clone(), torch.tensor(cu, device=self.device)
+        y = check_update(x, pool, weight, None, None, None, lengths)
         for n, (a, b) in enumerate(zip(cu, cu[1:])):
             mine = update(x[..., a:b], alone[n : n + 1], weight)
             assert_close(y[..., a:b], mine.double())
@@ -262,7 +244,7 @@ class Kernel:
         cached = self.normal(N, weight.shape[0], W, dtype=DTYPES[1])
         for initial in (None, cached[..., 1:]):
             args = (q, k, v, weight, None, lengths, initial, "silu", S)
-            y, final = by_kernel("gdn_layer_prologue", calls.Prologue)(*args)
+            y, final = by_kernel("gdn_layer_prologue", calls.Prologue, *args)
             ref_y, ref_final = fused.gdn_layer_prologue(*wide(*args))
             assert_close(y, ref_y)
             assert torch.equal(final.double(), ref_final)

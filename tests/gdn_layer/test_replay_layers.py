@@ -37,16 +37,18 @@ def assert_close(found, want):
     torch.testing.assert_close(found, want, **CLOSE[want.dtype])
 
 
+def layers_of(cache):
+    return [layer for layer in cache.layers if hasattr(layer, "recurrent_states")]
+
+
 def states(cache):
     """HeldStates of all layers that have such."""
     kind = submodule("layers.replay").HeldStates
-    found = [getattr(layer, "recurrent_states", None) for layer in cache.layers]
-    return [x for x in found if isinstance(x, kind)]
+    return [x.recurrent_states for x in layers_of(cache) if isinstance(x.recurrent_states, kind)]
 
 
 def state_of(cache):
-    layers = [x for x in cache.layers if hasattr(x, "recurrent_states")]
-    return layers[0].recurrent_states[0]
+    return layers_of(cache)[0].recurrent_states[0]
 
 
 class Pair:
@@ -125,56 +127,37 @@ def test_two_layers_of_which_one_runs(kernel):
     x.check_states()
 
 
-def reorder(cache):
-    cache.reorder_cache(torch.tensor([2, 0, 0]))
-
-
-def read(cache):
-    for layer in cache.layers:
-        dict(getattr(layer, "recurrent_states", {}))
-
-
 def offload(cache):
     for layer in cache.layers:
         layer.offload()
         layer.prefetch()
 
 
-def copied(cache):
-    cache.layers = copy.deepcopy(cache.layers)
+def replace(cache):
+    for layer in layers_of(cache):
+        layer.recurrent_states = {0: layer.recurrent_states[0] * 0.5}
 
 
-def pickled(cache):
-    cache.layers = pickle.loads(pickle.dumps(cache.layers))
+CHANGES = {
+    "reordered": lambda cache: cache.reorder_cache(torch.tensor([2, 0, 0])),
+    "read": lambda cache: [dict(layer.recurrent_states) for layer in layers_of(cache)],
+    "offloaded": offload,
+    "copied": lambda cache: setattr(cache, "layers", copy.deepcopy(cache.layers)),
+    "pickled": lambda cache: setattr(cache, "layers", pickle.loads(pickle.dumps(cache.layers))),
+    "replaced": replace,
+    "scaled": lambda cache: [x.recurrent_states[0].mul_(0.5) for x in layers_of(cache)],
+}
 
 
-def replaced(cache):
-    for layer in cache.layers:
-        if hasattr(layer, "recurrent_states"):
-            layer.recurrent_states = {0: layer.recurrent_states[0] * 0.5}
-
-
-def scaled(cache):
-    for layer in cache.layers:
-        if hasattr(layer, "recurrent_states"):
-            layer.recurrent_states[0].mul_(0.5)
-
-
-@pytest.mark.parametrize(
-    "change", [reorder, read, offload, copied, pickled, replaced, scaled], ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize("change", CHANGES)
 def test_whatever_happens_to_a_cache(kernel, change):
     x = Pair(both(kernel, "qwen3_5_text"))
     for _ in range(3):
         x.feed(1, ROWS - 2)
-        x.each(change)
+        x.each(CHANGES[change])
     x.check_states()
     x.feed(1, ROWS + 2)
     x.check_states()
-
-
-def layers_of(cache):
-    return [layer for layer in cache.layers if hasattr(layer, "recurrent_states")]
 
 
 def test_crop(kernel):
@@ -182,15 +165,17 @@ def test_crop(kernel):
     transformers crops the convolution's inputs and nothing else."""
     x = Pair(both(kernel, "qwen3_5_text"))
     x.feed(1, 2)
-    for layer in [layer for cache in x.caches for layer in layers_of(cache)]:
+    layers = [layer for cache in x.caches for layer in layers_of(cache)]
+    for layer in layers:
         assert not layer.is_croppable
         with pytest.raises(RuntimeError, match="does not track past states"):
             layer.crop(-1)
     x.feed(1, ROWS + 1)
-    x.each(lambda cache: [layer.activate_past_recording() for layer in layers_of(cache)])
+    for layer in layers:
+        layer.activate_past_recording()
     for crop in (0, -1, 0, -2):
         x.feed(1, 3)
-        for layer in [layer for cache in x.caches for layer in layers_of(cache)]:
+        for layer in layers:
             layer.crop(crop)
         x.check_states()
     x.feed(1, ROWS + 1)
@@ -203,16 +188,6 @@ def test_copies_hold_plain_states(kernel):
     copied = copy.deepcopy(x.caches[1])
     assert states(x.caches[1]) and not states(copied)
     assert_close(state_of(copied), state_of(x.caches[0]))
-
-
-def test_reset(kernel):
-    x = Pair(both(kernel, "qwen3_5_text"))
-    x.feed(1, ROWS - 1)
-    x.each(lambda cache: [layer.reset() for layer in cache.layers])
-    x.caches = [transformers.DynamicCache(config=m.config) for m in x.models]
-    x.feed(1)  # a prompt of one token
-    x.feed(1, ROWS + 1)
-    x.check_states()
 
 
 def test_a_cache_that_is_reset_is_used_again(kernel):
@@ -234,8 +209,7 @@ def test_a_state_that_is_put_back(kernel):
     kept = [state_of(cache) for cache in x.caches]
     x.feed(1, 2)
     for cache, state in zip(x.caches, kept):
-        first = next(layer for layer in cache.layers if hasattr(layer, "recurrent_states"))
-        first.recurrent_states[0] = state
+        layers_of(cache)[0].recurrent_states[0] = state
     assert states(x.caches[1])[0].held is not None
     x.feed(1, ROWS + 1)
     x.check_states()

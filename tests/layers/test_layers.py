@@ -1,12 +1,13 @@
 """The layers: the Hub's rules, their flags, and the same values as what they replace."""
 
 import functools
+import importlib
 import inspect
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import DEVICES, assert_close, gdn_inputs
+from conftest import DEVICES, assert_close, gdn_inputs, submodule
 from tiny_models import GDN, config_of, pair, random_model, tokens
 from torch import nn
 
@@ -16,54 +17,38 @@ on_every_device = pytest.mark.parametrize("device", DEVICES)
 
 
 def modeling(name: str):
-    import importlib
-
     return importlib.import_module(f"transformers.models.{name}.modeling_{name}")
 
 
-def replaced(layer: str):
-    """The module class or function of transformers that our layer replaces."""
-    qwen, kimi = modeling("qwen3_5"), modeling("kimi_linear")
-    functions = {
-        "chunk_gated_delta_rule": qwen.torch_chunk_gated_delta_rule,
-        "recurrent_gated_delta_rule": qwen.torch_recurrent_gated_delta_rule,
-        "chunk_kimi_delta_attention": kimi.chunk_kimi_delta_attention,
-        "recurrent_kimi_delta_attention": kimi.recurrent_kimi_delta_attention,
-        "causal_conv1d_fn": qwen.causal_conv1d_fn,
-        "causal_conv1d_update": qwen.causal_conv1d_update,
-    }
-    classes = {
-        "SwiGLUMLP": modeling("llama").LlamaMLP,
-        "SwiGLUGateUp": modeling("phi3").Phi3MLP,
-        "FusedRMSNormGated": qwen.Qwen3_5RMSNormGated,
-        "Qwen3_5GatedDeltaNet": qwen.Qwen3_5GatedDeltaNet,
-        "Qwen3NextGatedDeltaNet": modeling("qwen3_next").Qwen3NextGatedDeltaNet,
-        "OlmoHybridGatedDeltaNet": modeling("olmo_hybrid").OlmoHybridGatedDeltaNet,
-    }
-    return classes[layer] if layer in classes else type(functions[layer])
+# our layers, and the module class or function of transformers that each replaces
+REPLACED = {
+    "FusedRMSNormGated": ("qwen3_5", "Qwen3_5RMSNormGated"),
+    "OlmoHybridGatedDeltaNet": ("olmo_hybrid", "OlmoHybridGatedDeltaNet"),
+    "Qwen3NextGatedDeltaNet": ("qwen3_next", "Qwen3NextGatedDeltaNet"),
+    "Qwen3_5GatedDeltaNet": ("qwen3_5", "Qwen3_5GatedDeltaNet"),
+    "SwiGLUGateUp": ("phi3", "Phi3MLP"),
+    "SwiGLUMLP": ("llama", "LlamaMLP"),
+    "causal_conv1d_fn": ("qwen3_5", "causal_conv1d_fn"),
+    "causal_conv1d_update": ("qwen3_5", "causal_conv1d_update"),
+    "chunk_gated_delta_rule": ("qwen3_5", "torch_chunk_gated_delta_rule"),
+    "chunk_kimi_delta_attention": ("kimi_linear", "chunk_kimi_delta_attention"),
+    "recurrent_gated_delta_rule": ("qwen3_5", "torch_recurrent_gated_delta_rule"),
+    "recurrent_kimi_delta_attention": ("kimi_linear", "recurrent_kimi_delta_attention"),
+}
+every_layer = pytest.mark.parametrize("name", REPLACED)
 
 
-LAYERS = [
-    "FusedRMSNormGated",
-    "OlmoHybridGatedDeltaNet",
-    "Qwen3NextGatedDeltaNet",
-    "Qwen3_5GatedDeltaNet",
-    "SwiGLUGateUp",
-    "SwiGLUMLP",
-    "causal_conv1d_fn",
-    "causal_conv1d_update",
-    "chunk_gated_delta_rule",
-    "chunk_kimi_delta_attention",
-    "recurrent_gated_delta_rule",
-    "recurrent_kimi_delta_attention",
-]
+def replaced(name: str) -> type:
+    model, attribute = REPLACED[name]
+    found = getattr(modeling(model), attribute)
+    return found if isinstance(found, type) else type(found)
 
 
 def test_the_list_is_whole(kernel):
-    assert sorted([*LAYERS, "SwiGLUGateUpLayout"]) == sorted(kernel.layers.__all__)
+    assert sorted([*REPLACED, "SwiGLUGateUpLayout"]) == sorted(kernel.layers.__all__)
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@every_layer
 def test_rules_of_the_hub(kernel, kernels_of_transformers, name):
     """No constructor, nothing but forward and two flags, the parameters of what is replaced."""
     layer = getattr(kernel.layers, name)
@@ -77,7 +62,7 @@ def test_rules_of_the_hub(kernel, kernels_of_transformers, name):
         assert list(ours) == names
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@every_layer
 def test_kernels_accepts(kernel, kernels_of_transformers, name):
     layer_module = pytest.importorskip("kernels.layer.layer")
     layer_module._validate_layer(
@@ -124,41 +109,32 @@ class Adapter(nn.Module):
         return self.base(x) + self.low_rank(x)
 
 
-def _adapter(name):
-    def change(mlp):
-        setattr(mlp, name, Adapter(getattr(mlp, name)))
-
-    return change
+def adapted(mlp, name):
+    setattr(mlp, name, Adapter(getattr(mlp, name)))
 
 
-def _hook(name):
-    def change(mlp):
-        getattr(mlp, name).register_forward_hook(lambda module, args, out: out * 2)
-
-    return change
+def hooked(mlp, name):
+    getattr(mlp, name).register_forward_hook(lambda module, args, out: out * 2)
 
 
-def _own_forward(name):
-    def change(mlp):
-        getattr(mlp, name).forward = lambda x: x.sum(-1, keepdim=True) * x.new_ones(16)
-
-    return change
+def with_another_forward(mlp, name):
+    getattr(mlp, name).forward = lambda x: x.sum(-1, keepdim=True) * x.new_ones(16)
 
 
-def _weight_norm(name):
-    return lambda mlp: nn.utils.parametrizations.weight_norm(getattr(mlp, name))
+def weight_normed(mlp, name):
+    nn.utils.parametrizations.weight_norm(getattr(mlp, name))
 
 
-# what was done to which part; "gate_up" is gate_up_proj, or up_proj where the two are apart
+# what is done to which part; "gate_up" is gate_up_proj, or up_proj where the two are apart
 CHANGES = {
-    "nothing": None,
-    "adapter on gate_up": (_adapter, "gate_up"),
-    "adapter on down": (_adapter, "down_proj"),
-    "hook on gate_up": (_hook, "gate_up"),
-    "hook on down": (_hook, "down_proj"),
-    "hook on the activation": (_hook, "act_fn"),
-    "weight norm on gate_up": (_weight_norm, "gate_up"),
-    "own forward of down": (_own_forward, "down_proj"),
+    "nothing": (lambda mlp, name: None, "down_proj"),
+    "adapter on gate_up": (adapted, "gate_up"),
+    "adapter on down": (adapted, "down_proj"),
+    "hook on gate_up": (hooked, "gate_up"),
+    "hook on down": (hooked, "down_proj"),
+    "hook on the activation": (hooked, "act_fn"),
+    "weight norm on gate_up": (weight_normed, "gate_up"),
+    "own forward of down": (with_another_forward, "down_proj"),
 }
 ACTIVATIONS = {
     "silu": nn.SiLU,
@@ -174,10 +150,8 @@ ACTIVATIONS = {
 @pytest.mark.parametrize("fused", [False, True])
 def test_mlp_is_what_was_made_of_it(kernel, device, change, fused):
     torch.manual_seed(0)
-    mlp = MLP(nn.SiLU(), bias=True, fused=fused)
-    if change != "nothing":
-        kind, part = CHANGES[change]
-        kind({"gate_up": "gate_up_proj" if fused else "up_proj"}.get(part, part))(mlp)
+    mlp, (apply, part) = MLP(nn.SiLU(), bias=True, fused=fused), CHANGES[change]
+    apply(mlp, {"gate_up": "gate_up_proj" if fused else "up_proj"}.get(part, part))
     mlp, x = mlp.to(device), torch.randn(2, 3, 16, device=device)
     layer = kernel.layers.SwiGLUGateUp if fused else kernel.layers.SwiGLUMLP
     assert_close(layer.forward(mlp, x), mlp(x))
@@ -286,6 +260,18 @@ def test_norm(kernel, device, activation):
     assert_close(kernel.layers.FusedRMSNormGated.forward(norm, x, gate), forward(norm, x, gate))
 
 
+def test_a_norm_is_known_in_any_default_dtype(kernel):
+    """Whatever stands there when a class is first met."""
+    is_gated_norm, own = submodule("layers.functions").is_gated_norm, torch.get_default_dtype()
+    for dtype in (torch.bfloat16, torch.float64):
+        kind = type("Mine", (modeling("qwen3_5").Qwen3_5RMSNormGated,), {})
+        torch.set_default_dtype(dtype)
+        try:
+            assert is_gated_norm(kind(16))
+        finally:
+            torch.set_default_dtype(own)
+
+
 def test_recording_the_past(kernel):
     """Assisted decoding keeps whole convolution states until it crops them."""
     model, served = pair(kernel, "qwen3_5_text", "cpu")
@@ -350,57 +336,63 @@ def test_decoding_compiles_in_one_graph(kernel, device):
     assert_close(*results)
 
 
+class Decoding:
+    """A served GDN layer on the GPU; tokens that a prompt of 10 of them begins."""
+
+    def __init__(self, kernel, name):
+        self.model = random_model(name, "cuda", hidden_size=64).bfloat16()
+        assert kernel.kernelize(self.model).served
+        self.layer = next(m for m in self.model.modules() if hasattr(m, "conv1d"))
+        self.x = torch.randn(2, 20, 64, device="cuda", dtype=torch.bfloat16)
+
+    def started(self, kind=transformers.DynamicCache, **options):
+        cache = kind(config=self.model.config, **options)
+        self.layer(self.x[:, :10], cache_params=cache)
+        return cache
+
+    def tokens(self):
+        return self.x[:, 10:].split(1, 1)
+
+
+on_every_gdn = pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_next", "olmo_hybrid"])
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_next", "olmo_hybrid"])
+@on_every_gdn
 def test_decoding_with_less_overhead(kernel, name):
     """torch.compile captures the step in CUDA graphs of its own, and skips none."""
-    counters = torch._dynamo.utils.counters
-    model = random_model(name, "cuda", hidden_size=64).bfloat16()
-    assert kernel.kernelize(model).served
-    layer = next(m for m in model.modules() if hasattr(m, "conv1d"))
-    x = torch.randn(2, 20, 64, device="cuda", dtype=torch.bfloat16)
+    counters, case, results = torch._dynamo.utils.counters, Decoding(kernel, name), []
     torch._dynamo.reset()
     counters.clear()
-    results = []
-    for step in (layer, torch.compile(layer, fullgraph=True, mode="reduce-overhead")):
-        cache = transformers.StaticCache(config=model.config, max_cache_len=32)
-        with torch.no_grad():
-            layer(x[:, :10], cache_params=cache)
-            outs = [step(x[:, t : t + 1], cache_params=cache).clone() for t in range(10, 20)]
-        results.append(torch.cat(outs, 1))
+    compiled_step = torch.compile(case.layer, fullgraph=True, mode="reduce-overhead")
+    with torch.no_grad():
+        for step in (case.layer, compiled_step):
+            cache = case.started(transformers.StaticCache, max_cache_len=32)
+            outs = [step(token, cache_params=cache).clone() for token in case.tokens()]
+            results.append(torch.cat(outs, 1))
     assert_close(*results)
     assert counters["inductor"]["cudagraph_skips"] == 0
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_next", "olmo_hybrid"])
+@on_every_gdn
 def test_decoding_in_a_cuda_graph(kernel, name):
     """A captured step replays as the step runs: nothing waits for the host, states stay put."""
-    model = random_model(name, "cuda", hidden_size=64).bfloat16()
-    assert kernel.kernelize(model).served
-    layer = next(m for m in model.modules() if hasattr(m, "conv1d"))
-    x = torch.randn(2, 20, 64, device="cuda", dtype=torch.bfloat16)
-
-    def started():
-        cache = transformers.DynamicCache(config=model.config)
-        layer(x[:, :10], cache_params=cache)
-        return cache
-
+    case, outs = Decoding(kernel, name), []
     with torch.no_grad():
-        cache = started()
-        ref = torch.cat([layer(x[:, t : t + 1], cache_params=cache) for t in range(10, 20)], 1)
-        token, cache = x[:, 10:11].clone(), started()
+        cache = case.started()
+        ref = torch.cat([case.layer(token, cache_params=cache) for token in case.tokens()], 1)
+        given, cache = case.tokens()[0].clone(), case.started()
         states = cache.layers[0].conv_states[0], cache.layers[0].recurrent_states[0]
         before = [state.clone() for state in states]
-        layer(token, cache_params=cache)
+        case.layer(given, cache_params=cache)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            y = layer(token, cache_params=cache)
+            y = case.layer(given, cache_params=cache)
         for state, first in zip(states, before):
             state.copy_(first)
-        outs = []
-        for t in range(10, 20):
-            token.copy_(x[:, t : t + 1])
+        for token in case.tokens():
+            given.copy_(token)
             graph.replay()
             outs.append(y.clone())
     assert torch.equal(torch.cat(outs, 1), ref)

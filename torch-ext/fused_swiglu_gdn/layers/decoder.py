@@ -105,8 +105,7 @@ class Part:
 
     def __init__(self, call: Call):
         self.place, self.passes, self.flat = call.place, call.passes, call.flat
-        self.constants = {w.name: w.what for w in call.words if w.how == "constant"}
-        self.arguments = [(w.name, w.what, w.default) for w in call.words if w.how == "argument"]
+        self.words = Words(call.words)
         self.after = Words(w._replace(name=str(i)) for i, w in enumerate(call.after))
         self.alone = call == Call(None, (), (), False, call.flat)
 
@@ -124,10 +123,7 @@ class Part:
         if self.alone:
             y = part(x)
         else:
-            words = dict(self.constants)
-            for name, argument, default in self.arguments:
-                words[name] = given.get(argument, default)
-            rest = rest if self.passes else {}
+            words, rest = self.words.made(None, given, rest, None), rest if self.passes else {}
             if self.place is not None:
                 words[self.place] = x
                 y = part(**words, **rest)

@@ -17,7 +17,7 @@ from .fp8 import (
     shaped,
     takes,
     weights_of,
-)  # fmt: skip
+)
 
 
 def mlp(
@@ -30,37 +30,24 @@ def mlp(
     """
     if type(gate) not in FORMS or not takes(x, MULTIPLY, True):
         return None
-    K, M = x.shape[-1], x.numel() // x.shape[-1]
-    if up is None:
-        first, third = weights_of((gate, down), x)
-        second = None
-    else:
-        first, second, third = weights_of((gate, up, down), x)
-    if first is None or third is None or up is not None and second is None:
+    weights = weights_of((gate, down) if up is None else (gate, up, down), x)
+    if any([found is None for found in weights]):
         return None
-    (rows, width), hidden = first.weight.shape, third.weight.shape[1]
-    if width != K or rows != (2 * hidden if second is None else hidden):
-        return None
-    if second is not None and second.weight.shape != first.weight.shape:
+    *gates, last = weights
+    rows = 2 * last.weight.shape[1] if up is None else last.weight.shape[1]
+    if any([found.weight.shape != (rows, x.shape[-1]) for found in gates]):
         return None
     if torch.is_grad_enabled():
         with torch.no_grad():
-            return _computed(x, M, first, second, third, gate_first)
-    return _computed(x, M, first, second, third, gate_first)
+            return _computed(x, weights, gate_first)
+    return _computed(x, weights, gate_first)
 
 
-def _computed(
-    x: torch.Tensor,
-    M: int,
-    first: Weight,
-    second: Optional[Weight],
-    third: Weight,
-    gate_first: bool,
-) -> Optional[torch.Tensor]:
-    """mlp() of weights that fit."""
-    known = None
+def _computed(x: torch.Tensor, weights: List[Weight], gate_first: bool) -> Optional[torch.Tensor]:
+    """mlp() of weights that fit: of gate and up, or one for both, and of down."""
+    M, known = x.numel() // x.shape[-1], None
     if M > MOST:  # what multiplies is known before x is quantised
-        known = for_many([w for w in (first, second, third) if w is not None])
+        known = for_many(weights)
         if known is None:
             return None
     it = given_of(x)
@@ -68,10 +55,10 @@ def _computed(
     if codes is None:
         return None
     if known is None:
-        y = _of_few(x, codes, M, first, second, third, gate_first, it)
+        y = _of_few(codes, M, weights, gate_first, it)
         if y is not None:
-            return y
-        known = for_many([w for w in (first, second, third) if w is not None])
+            return shaped(y, x)
+        known = for_many(weights)
     y = _of_many(codes, M, known, gate_first) if known else None
     return None if y is None else shaped(y, x)
 
@@ -79,7 +66,7 @@ def _computed(
 def _of_many(
     x: Quantised, M: int, weights: List[Weight], gate_first: bool
 ) -> Optional[torch.Tensor]:  # [P, K] or [M, K]
-    """An MLP of weights for any number of tokens: gate and up, or one for both, and down."""
+    """An MLP of any number of tokens."""
     *gates, down = weights
     g = gates[0].times(x, M)  # [P, N], or [M, N]
     if len(gates) > 1:
@@ -91,35 +78,23 @@ def _of_many(
 
 
 def _of_few(
-    x: torch.Tensor,  # [..., K]
-    codes: Quantised,
-    M: int,
-    first: Weight,
-    second: Optional[Weight],
-    third: Weight,
-    gate_first: bool,
-    it: Optional[Given],
-) -> Optional[torch.Tensor]:  # [..., K]
+    x: Quantised, M: int, weights: List[Weight], gate_first: bool, it: Optional[Given]
+) -> Optional[torch.Tensor]:  # [M, K]
     """An MLP of a few tokens without biases; None where it is another. it: says what to add."""
-    if first.bias is not None or third.bias is not None:
+    if any([found.bias is not None for found in weights]):
         return None
-    if second is not None:
-        gate, up = first, second
-        if second.bias is not None:
-            return None
-        weights, scales = (gate.weight, up.weight), (gate.scale, up.scale)
+    *gates, down = weights
+    if len(gates) > 1:
+        both, scales = [w.weight for w in gates], [w.scale for w in gates]
     else:
-        if first.weight.shape[0] % (2 * BLOCK):
+        if gates[0].weight.shape[0] % (2 * BLOCK):
             return None  # a block of scales is for rows of both
-        weights, scales = first.weight.chunk(2), first.scale.chunk(2)
-        if not gate_first:
-            weights, scales = weights[::-1], scales[::-1]
+        order = 1 if gate_first else -1
+        both, scales = (t.chunk(2)[::order] for t in (gates[0].weight, gates[0].scale))
     residual = None if it is None else it.residual
     if residual is not None and residual.ndim != 2:
         residual = residual.reshape(-1, residual.shape[-1])
-    y = FEW_MLP((*codes, *weights, third.weight, *scales, third.scale, residual), (M,))
-    if y is None:
-        return None
-    if residual is not None:
+    y = FEW_MLP((*x, *both, down.weight, *scales, down.scale, residual), (M,))
+    if y is not None and residual is not None:
         it.added = True
-    return y if x.ndim == 2 else y.resize_((*x.shape[:-1], y.shape[1]))
+    return y

@@ -253,7 +253,8 @@ def _recognised(kind: type) -> bool:
 def _is_the_formula(forward) -> bool:
     """True if the forward agrees with the formula on small inputs; transformers computes in
     fp32."""
-    x, gate, weight = torch.linspace(-3, 5, 15, device="cpu").view(3, 5).tensor_split(3)
+    values = torch.linspace(-3, 5, 15, device="cpu", dtype=torch.float32)
+    x, gate, weight = values.view(3, 5).tensor_split(3)
     for eps in (1e-6, 0.5):
         norm = SimpleNamespace(weight=weight[0], variance_epsilon=eps, activation="silu")
         expected = F.rms_norm(x, (5,), weight[0], eps) * F.silu(gate)

@@ -81,6 +81,8 @@ def forward_of(form: GdnForm) -> Callable:
             return _usual(ours, kind, "cache" if cache == OLD_CACHE else OLD_CACHE)
 
     def serve(self, x, given, rest):
+        if not isinstance(x, torch.Tensor) or x.ndim != 3:
+            return None
         if not all([found_at(self, path) == value for path, value in guards]):
             return None
         return ours.forward(self, x, given.get(cache), given.get(mask), **rest)

@@ -64,20 +64,6 @@ def drops_out(mlp: nn.Module, roles: Roles) -> bool:
     return bool(roles.rates) and mlp.training and any(getattr(mlp, name) for name in roles.rates)
 
 
-def _weights(mlp: nn.Module, roles: Roles) -> Tuple[Optional[tuple], Optional[tuple]]:
-    """The result of projections(), and weight and bias of `down`, if it is plain, too."""
-    modules = mlp.__dict__["_modules"]
-    if type(modules.get(roles.gate)) is not nn.Linear:
-        return None, None
-    if roles.up is not None:
-        every = parameters_of(*map(modules.get, (roles.gate, roles.up, roles.down)))
-        if every is not None:
-            (w_gate, b_gate), (w_up, b_up), plain = every
-            return (w_gate, w_up, b_gate, b_up), plain
-    found, down = projections(mlp, roles), parameters_of(modules.get(roles.down))
-    return found, None if down is None else down[0]
-
-
 def projections(mlp: nn.Module, roles: Roles) -> Optional[tuple]:
     """w_gate, w_up, b_gate, b_up of an MLP whose projections are plain, else None."""
     modules = mlp.__dict__["_modules"]
@@ -164,14 +150,15 @@ def serve(
         return None
     if (roles.dropouts or roles.rates) and drops_out(mlp, roles):
         return None
-    name, (found, plain) = activation(mlp, roles), _weights(mlp, roles)
+    name, found = activation(mlp, roles), projections(mlp, roles)
     if name is None or found is None:
         return _of_others(mlp, x, roles, name)
     down = attributes["_modules"].get(roles.down)
+    plain = parameters_of(down)
     try:
-        if plain is not None and same_dtype(x, *found, *plain):
+        if plain is not None and same_dtype(x, *found, *plain[0]):
             w_gate, w_up, b_gate, b_up = found
-            w_down, b_down = plain
+            w_down, b_down = plain[0]
             if not torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type):
                 biased = b_gate is not None or b_up is not None or b_down is not None
                 y = None

@@ -18,7 +18,7 @@ from ...runtime.launch import Launch
 from ...runtime.maps import Map
 from ...runtime.ops import rows_of
 from ..call import BLOCK, MAX_PLAIN, MOST, PLAIN_ROWS, Few, FewMlp, QuantiseFew, padded
-from ..portable.quantise import gate_of, is_quantised_here, quantise_launch
+from ..portable.quantise import gate_of, is_quantised_here, making, quantise_launch
 from .few_products import few_gate_kernel, few_kernel
 
 
@@ -160,13 +160,11 @@ def prepare_quantise_few_fwd(call: QuantiseFew) -> Optional[Callable]:
     M, K = rows.shape
     if not _supports(rows, M, (weight,), (scale,)):
         return None
-    P, quantise = padded(M), quantise_launch(rows)
+    quantise, (make_codes, make_scales) = quantise_launch(rows), making(where, M, K)
     product = _Few(where, M, K, (weight.shape[0],), pick=_ONE, lead=x.shape[:-1])
-    size, strides, blocks, apart = (P, K), (K, 1), (K // BLOCK, P), (P, 1)
 
     def run(x, weight, scale):
-        codes = torch.empty_strided(size, strides, dtype=torch.float8_e4m3fn, device=where)
-        scales = torch.empty_strided(blocks, apart, dtype=torch.float32, device=where)
+        codes, scales = make_codes(), make_scales()
         quantise(x, codes, scales)
         return product(codes, scales, weight, scale, None)
 
@@ -202,12 +200,10 @@ def _gated(where: torch.device, M: int, K: int, N: int) -> Callable:
             return gate(*both.split(N, 1))
 
         return apart
-    launch, P = _gate(where, M, K, N, config), padded(M)
-    size, strides, blocks, apart = (P, N), (N, 1), (N // BLOCK, P), (P, 1)
+    launch, (make_codes, make_scales) = _gate(where, M, K, N, config), making(where, M, N)
 
     def run(codes, scales, w_gate, w_up, s_gate, s_up):
-        z = torch.empty_strided(size, strides, dtype=torch.float8_e4m3fn, device=where)
-        s_z = torch.empty_strided(blocks, apart, dtype=torch.float32, device=where)
+        z, s_z = make_codes(), make_scales()
         launch(w_gate, w_up, codes, scales, s_gate, s_up, z, s_z)
         return z, s_z
 

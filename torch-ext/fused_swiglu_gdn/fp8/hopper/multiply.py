@@ -69,7 +69,7 @@ def _is_right(where: torch.device) -> bool:
     P, N, K = 32, 2 * BLOCK + ROWS, 8 * BLOCK
 
     def values(*shape):
-        return torch.randn(shape, generator=random, device="cpu")
+        return torch.randn(shape, generator=random, device="cpu", dtype=torch.float32)
 
     codes, weight = (values(n, K).to(torch.float8_e4m3fn) for n in (P, N))
     scales, scale = values(K // BLOCK, P).exp(), values(-(-N // BLOCK), K // BLOCK).exp()

@@ -14,7 +14,7 @@ from ...runtime import device
 from ...runtime.launch import Launch
 from ...runtime.sizes import next_power_of_2
 from ..call import BLOCK, NormQuantise, Quantised, padded
-from .quantise import codes_of, is_quantised_here, scale_of
+from .quantise import is_quantised_here, making, store_codes
 
 _BLOCK = tl.constexpr(BLOCK)
 WIDEST = 16384  # columns, which a program holds
@@ -77,10 +77,7 @@ def _norm_quantise_kernel(
             n = n * (offset + weight)
     y = n.to(tl.bfloat16)
     tl.store(y_ptr + at, y, mask=mask)
-    y = y.to(tl.float32)
-    scale, here = scale_of(y, 1), group < D // _BLOCK
-    tl.store(q_ptr + at, codes_of(y, scale, 1), mask=here[:, None])
-    tl.store(s_ptr + group.to(tl.int64) * P + row, scale, mask=here)
+    store_codes(y.to(tl.float32), q_ptr, s_ptr, row, group, offs, P, D)
 
 
 def prepare_norm_quantise_fwd(call: NormQuantise) -> Optional[Callable]:
@@ -96,13 +93,12 @@ def prepare_norm_quantise_fwd(call: NormQuantise) -> Optional[Callable]:
         _norm_quantise_kernel, P, where, numbers=(M, P, eps, offset),
         constexprs=(D, casting_mode == "llama", groups, pdl), options=options, guarded=True,
     )  # fmt: skip
-    size, strides, blocks, apart = (P, D), (D, 1), (P, D // BLOCK), (1, P)
+    make_codes, make_scales = making(where, M, D)
 
     def run(x, weight, residual) -> tuple:
         y = torch.empty_like(x)
         total = None if residual is None else torch.empty_like(x)
-        codes = torch.empty_strided(size, strides, dtype=torch.float8_e4m3fn, device=where)
-        scales = torch.empty_strided(blocks, apart, dtype=torch.float32, device=where)
+        codes, scales = make_codes(), make_scales()
         kernel(x, weight, residual, y, total, codes, scales)
         return y, total, Quantised(codes, scales)
 

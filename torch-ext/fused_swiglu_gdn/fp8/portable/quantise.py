@@ -6,7 +6,8 @@ of the values as integers, of which those of NaN are the largest.
 Sizes: M tokens, P of them with padding, K or N columns.
 """
 
-from typing import Callable, Optional
+import functools
+from typing import Callable, Optional, Tuple
 
 import torch
 import triton
@@ -128,14 +129,22 @@ def quantise_launch(rows: torch.Tensor) -> Launch:
     return launch_of(_quantise_kernel, 32, (rows.stride(0),), rows.device, rows.shape)
 
 
+def making(where: torch.device, tokens: int, columns: int) -> Tuple[Callable, Callable]:
+    """Functions that make codes and scales of tokens, which are to be written."""
+    P, blocks = padded(tokens), columns // BLOCK
+    empty = functools.partial(torch.empty_strided, device=where)  # torch.empty is slower by half
+    return (
+        functools.partial(empty, (P, columns), (columns, 1), dtype=torch.float8_e4m3fn),
+        functools.partial(empty, (P, blocks), (1, P), dtype=torch.float32),
+    )
+
+
 def quantising(launch: Launch, where: torch.device, shape: tuple) -> Callable:
     """A function of the tensors before codes and scales of a launch, which returns these."""
-    P, columns = padded(shape[0]), shape[1]
-    size, strides, blocks, apart = (P, columns), (columns, 1), (P, columns // BLOCK), (1, P)
+    make_codes, make_scales = making(where, *shape)
 
-    def run(*tensors: torch.Tensor) -> Quantised:  # empty would cost the host half as much again
-        codes = torch.empty_strided(size, strides, dtype=torch.float8_e4m3fn, device=where)
-        scales = torch.empty_strided(blocks, apart, dtype=torch.float32, device=where)
+    def run(*tensors: torch.Tensor) -> Quantised:
+        codes, scales = make_codes(), make_scales()
         launch(*tensors, codes, scales)
         return Quantised(codes, scales)
 

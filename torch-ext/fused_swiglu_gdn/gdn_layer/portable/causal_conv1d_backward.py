@@ -9,6 +9,7 @@ z is recomputed from x, W times an element: x stays in cache, and nothing is sav
 Sizes: B batch, D channels, T tokens, W taps, N sequences; P groups of tokens.
 """
 
+import operator
 from typing import Callable, Optional, Tuple
 
 import torch
@@ -229,42 +230,36 @@ def _initial_bwd_kernel(
         tl.store(dinitial_ptr + at, d.to(dinitial_ptr.dtype.element_ty), mask=mask_d)
 
 
-def _by_rows(call: ConvolutionGradient, dx: torch.Tensor, N: int) -> Tuple[Callable, int]:
-    """A function that fills dx and the groups' parts of dweight and dbias, [B, P, W + 1, D] fp32,
+# of the tensors of a call, those of calls without seq_idx and final states
+_WITHOUT = operator.itemgetter(0, 1, 2, 4, 5, 6)
+_ALL = operator.itemgetter(slice(None))
+
+
+def _of_tokens(
+    call: ConvolutionGradient, dx: torch.Tensor, N: int, by_rows: bool
+) -> Tuple[Launch, int]:
+    """The launch that fills dx and the groups' parts of dweight and dbias [B, P, W + 1, D] fp32,
     and P."""
     x, weight, initial_states, dy = call.x, call.weight, call.initial_states, call.dy
     (B, D, T), W = x.shape, weight.shape[1]
-    config = tuning.lookup("portable_causal_conv1d_rows_bwd", x.device, D=D)
-    groups = cdiv(T, config["RUN"] * config["RUNS"])
-    silu = call.options.activation is not None
-    constexprs, options = named(conv_rows_bwd_kernel, W=W, SILU=silu, **config)
-    strides = (*[by_token(t)[:2] for t in (x, dy, dx)], steps_of_states(initial_states))
-    kernel = Launch(
-        conv_rows_bwd_kernel, B * groups * cdiv(D, config["BLOCK_D"]), x.device,
-        numbers=(*strides, T, D, N, groups), constexprs=constexprs, options=options, guarded=True,
-    )  # fmt: skip
-
-    def run(x, weight, bias, seq_idx, cu_seqlens, initial_states, dy, d_final, dx, sums):
-        kernel(x, weight, bias, cu_seqlens, initial_states, dy, dx, sums)
-
-    return run, groups
-
-
-def _by_tiles(call: ConvolutionGradient, dx: torch.Tensor, N: int) -> Tuple[Callable, int]:
-    """The same as _by_rows, for every memory order, seq_idx and final states."""
-    x, weight, initial_states, dy = call.x, call.weight, call.initial_states, call.dy
-    (B, D, T), W = x.shape, weight.shape[1]
-    config = tuning.lookup(f"portable_causal_conv1d_{slow_first(x)}_bwd", x.device, D=D)
-    groups = cdiv(T, config["BLOCK_T"] * config["TILES"])
-    taps, silu = next_power_of_2(W + 1), call.options.activation is not None
-    constexprs, options = named(_causal_conv1d_bwd_kernel, W=W, TAPS=taps, SILU=silu, **config)
-    strides = (*map(by_token, (x, dy, dx)), steps_of_states(initial_states))
-    kernel = Launch(
-        _causal_conv1d_bwd_kernel, B * groups * cdiv(D, config["BLOCK_D"]), x.device,
-        numbers=(*strides, T, D, N, groups, N.bit_length()), constexprs=constexprs,
-        options=options, guarded=True,
-    )  # fmt: skip
-    return kernel, groups
+    kernel, order = _causal_conv1d_bwd_kernel, slow_first(x)
+    if by_rows:
+        kernel, order = conv_rows_bwd_kernel, "rows"
+    config = tuning.lookup(f"portable_causal_conv1d_{order}_bwd", x.device, D=D)
+    values = {"W": W, "SILU": call.options.activation is not None, **config}
+    strides = [by_token(t) for t in (x, dy, dx)]
+    if by_rows:
+        groups, steps = cdiv(T, config["RUN"] * config["RUNS"]), ()
+        strides = [each[:2] for each in strides]
+    else:
+        groups, steps = cdiv(T, config["BLOCK_T"] * config["TILES"]), (N.bit_length(),)
+        values["TAPS"] = next_power_of_2(W + 1)
+    constexprs, options = named(kernel, **values)
+    return Launch(
+        kernel, B * groups * cdiv(D, config["BLOCK_D"]), x.device,
+        numbers=(*strides, steps_of_states(initial_states), T, D, N, groups, *steps),
+        constexprs=constexprs, options=options, guarded=True,
+    ), groups  # fmt: skip
 
 
 def _of_states(call: ConvolutionGradient, N: int) -> Launch:
@@ -290,7 +285,8 @@ def prepare_causal_conv1d_bwd(call: ConvolutionGradient) -> Optional[Callable]:
     N, dx = count_sequences(B, cu_seqlens), torch.empty_like(x, device="meta")
     alone = seq_idx is None and d_final is None
     by_rows = alone and x.stride(1) == dy.stride(1) == dx.stride(1) == 1
-    kernel, groups = (_by_rows if by_rows else _by_tiles)(call, dx, N)
+    kernel, groups = _of_tokens(call, dx, N, by_rows)
+    pick = _WITHOUT if by_rows else _ALL
     of_states = None if initial_states is None else _of_states(call, N)
     some, dtype = x.numel() > 0, weight.dtype
 
@@ -300,7 +296,7 @@ def prepare_causal_conv1d_bwd(call: ConvolutionGradient) -> Optional[Callable]:
         sums = torch.empty(B, groups, W + 1, D, dtype=torch.float32, device=where)
         with device.on(where):
             if some:
-                kernel(*tensors, dx, sums)
+                kernel(*pick(tensors), dx, sums)
             if of_states is not None:
                 d_initial = x.new_empty(N, D, W - 1)
                 of_states(*tensors, d_initial)

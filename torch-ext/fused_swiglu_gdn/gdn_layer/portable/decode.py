@@ -8,11 +8,13 @@ Sizes: B rows, H and HV heads, R = HV / H, K and V head dims, D = 2 H K + HV V c
 columns.
 """
 
+import functools
 from typing import Callable, Optional
 
 import torch
 
 from ...fp8.call import BLOCK, MOST, Quantised, padded
+from ...fp8.portable.quantise import making
 from ...gdn.portable.recurrent_step import is_dense, step_config
 from ...runtime import device
 from ...runtime.dtypes import served
@@ -45,90 +47,79 @@ def _grouped(x: torch.Tensor, R: int, last: int) -> tuple:
     return (row, x.stride(2) if x.ndim == 4 + last else R * head, head)
 
 
-class Step:
-    """The launches of a token for all calls with the same shapes, strides, dtypes and options."""
+def _step(call: LayerDecode, make: Callable, make_scales: Optional[Callable] = None) -> Callable:
+    """A function of the tensors of all calls with the same shapes, strides, dtypes and options;
+    make() gives what its result is written to: y, or codes where make_scales() gives scales."""
+    q, k, v, z, a, b = call.q, call.k, call.v, call.z, call.a, call.b
+    held, state, options, where = call.conv_state, call.state, call.options, call.device
+    (B, _, H, K), (D, W), V = q.shape, call.weight.shape, v.shape[-1]
+    HV, S, R = state.shape[1], held.shape[2], state.shape[1] // H
+    pdl, config = device.overlaps_launches(where), step_config(where, K, 4, False)
+    early = (("launch_pdl", True),) if pdl else ()
+    strides = (
+        q.stride(0), q.stride(2), k.stride(0), k.stride(2), *_grouped(v, R, 1),
+        *_grouped(a, R, 0)[:2], *_grouped(b, R, 0)[:2],
+    )  # fmt: skip
+    rule = Launch(
+        layer_step_kernel,
+        B * HV * cdiv(V, config["BLOCK_V"]),
+        where,
+        numbers=(strides, held.stride(), state.stride(0), K**-0.5),
+        constexprs=(
+            H, HV, K, V, S, W, options.activation is not None,
+            2.0 if options.allow_neg_eigval else 1.0, pdl, next_power_of_2(K), config["BLOCK_V"],
+        ),
+        options=(("num_warps", config["num_warps"]), *early),
+        guarded=True,
+    )  # fmt: skip
+    wide = v.shape[3:].numel()  # channels of v that lie side by side
+    block = channel_block(K, wide)
+    finish = Launch(
+        layer_finish_kernel,
+        B * HV + B * (D // block),
+        where,
+        numbers=(
+            _grouped(z, R, 1), (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
+            held.stride(), B * HV, padded(B), float(options.eps),
+        ),
+        constexprs=(
+            H, HV, V, H * K, K, wide, D, S, options.gate_activation != "sigmoid", pdl,
+            next_power_of_2(V), next_power_of_2(S), block,
+        ),
+        options=(("num_warps", 1), *early),
+        guarded=True,
+    )  # fmt: skip
 
-    __slots__ = ("rule", "finish", "device", "dtype", "out")
+    def run(q, k, v, z, a, b, held, state, weight, bias, A_log, dt_bias, norm_weight):
+        o = torch.empty((B, HV, V), dtype=torch.float32, device=where)
+        y, scales = make(), None if make_scales is None else make_scales()
+        rule(q, k, v, a, b, held, weight, bias, A_log, dt_bias, state, o)
+        if scales is None:
+            finish(o, z, norm_weight, y, None, None, q, k, v, held)
+            return y
+        finish(o, z, norm_weight, None, y, scales, q, k, v, held)
+        return Quantised(y, scales)
 
-    def __init__(self, call: LayerDecode):
-        q, k, v, z, a, b = call.q, call.k, call.v, call.z, call.a, call.b
-        held, state, options = call.conv_state, call.state, call.options
-        (B, _, H, K), (D, W), V = q.shape, call.weight.shape, v.shape[-1]
-        HV, S, R = state.shape[1], held.shape[2], state.shape[1] // H
-        self.device, self.dtype, self.out = q.device, q.dtype, (B, 1, HV, V)
-        pdl = device.overlaps_launches(q.device)
-        early = (("launch_pdl", True),) if pdl else ()
-        silu = options.activation is not None
-        config = step_config(q.device, K, 4, False)
-        strides = (
-            q.stride(0), q.stride(2), k.stride(0), k.stride(2), *_grouped(v, R, 1),
-            *_grouped(a, R, 0)[:2], *_grouped(b, R, 0)[:2],
-        )  # fmt: skip
-        self.rule = Launch(
-            layer_step_kernel,
-            B * HV * cdiv(V, config["BLOCK_V"]),
-            q.device,
-            numbers=(strides, held.stride(), state.stride(0), K**-0.5),
-            constexprs=(
-                H, HV, K, V, S, W, silu, 2.0 if options.allow_neg_eigval else 1.0, pdl,
-                next_power_of_2(K), config["BLOCK_V"],
-            ),
-            options=(("num_warps", config["num_warps"]), *early),
-            guarded=True,
-        )  # fmt: skip
-        wide = v.shape[3:].numel()  # channels of v that lie side by side
-        block = channel_block(K, wide)
-        self.finish = Launch(
-            layer_finish_kernel,
-            B * HV + B * (D // block),
-            q.device,
-            numbers=(
-                _grouped(z, R, 1), (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
-                held.stride(), B * HV, padded(B), float(options.eps),
-            ),
-            constexprs=(
-                H, HV, V, H * K, K, wide, D, S, options.gate_activation != "sigmoid", pdl,
-                next_power_of_2(V), next_power_of_2(S), block,
-            ),
-            options=(("num_warps", 1), *early),
-            guarded=True,
-        )  # fmt: skip
-
-    def __call__(
-        self, q, k, v, z, a, b, held, state, weight, bias, A_log, dt_bias, norm_weight
-    ) -> torch.Tensor:
-        o = torch.empty(self.out, dtype=torch.float32, device=self.device)  # [B, 1, HV, V]
-        y = torch.empty(self.out, dtype=self.dtype, device=self.device)  # [B, 1, HV, V]
-        self.rule(q, k, v, a, b, held, weight, bias, A_log, dt_bias, state, o)
-        self.finish(o, z, norm_weight, y, None, None, q, k, v, held)
-        return y
-
-    def quantised(
-        self, q, k, v, z, a, b, held, state, weight, bias, A_log, dt_bias, norm_weight
-    ) -> Quantised:
-        """The result in FP8, [P, HV V]; the rows behind those of the call are not written."""
-        HV, V = self.out[2:]
-        P = padded(self.out[0])
-        o = torch.empty(self.out, dtype=torch.float32, device=self.device)
-        codes = torch.empty((P, HV * V), dtype=torch.float8_e4m3fn, device=self.device)
-        scales = torch.empty_strided((P, HV), (1, P), dtype=torch.float32, device=self.device)
-        self.rule(q, k, v, a, b, held, weight, bias, A_log, dt_bias, state, o)
-        self.finish(o, z, norm_weight, None, codes, scales, q, k, v, held)
-        return Quantised(codes, scales)
+    return run
 
 
 def prepare_gdn_layer_decode(call: LayerDecode) -> Optional[Callable]:
     """The tensors of a call -> y [B, 1, HV, V]: convolution and rule, then norm and gate."""
-    return Step(call) if _supports(call) else None
+    if not _supports(call):
+        return None
+    shape = (call.q.shape[0], 1, call.state.shape[1], call.v.shape[-1])
+    make = functools.partial(torch.empty, shape, dtype=call.q.dtype, device=call.device)
+    return _step(call, make)
 
 
 def prepare_gdn_layer_decode_quantise(call: LayerDecode) -> Optional[Callable]:
-    """The tensors of a call -> y in FP8 for products of few tokens, of heads as wide as a block of
-    scales; None where it is served otherwise."""
+    """The tensors of a call -> y in FP8 [P, HV V] for products of few tokens, of heads as wide as a
+    block of scales; the rows behind those of the call are not written. None where it is served
+    otherwise."""
     call = call._replace(options=DecodeOptions(*call.options))
     B, V = call.q.shape[0], call.v.shape[-1]
     if not 0 < B <= MOST or V != BLOCK or call.q.dtype is not torch.bfloat16:
         return None
-    if not device.has_e4m3(call.q.device) or not _supports(call):
+    if not device.has_e4m3(call.device) or not _supports(call):
         return None
-    return Step(call).quantised
+    return _step(call, *making(call.device, B, call.state.shape[1] * V))
