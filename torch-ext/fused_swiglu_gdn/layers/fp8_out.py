@@ -8,7 +8,7 @@ from torch import nn
 
 from ..attention.ops_fp8 import GATE_QUANTISE
 from ..fp8.call import BLOCK, MOST, Quantised
-from ..fp8.ops import MULTIPLY, few
+from ..fp8.ops import MULTIPLY
 from ..runtime import dispatch
 from .fp8 import FORMS, Weight, for_many, takes, weights_of
 
@@ -36,11 +36,7 @@ def weight_of_out(
 
 def product(codes: Quantised, weight: Weight, B: int, T: int) -> torch.Tensor:
     """The product of B * T tokens in FP8 with what weight_of_out gave, [B, T, N]."""
-    M, y = B * T, None
-    if M <= MOST and weight.bias is None:
-        y = few(codes, M, (weight.weight,), (weight.scale,))
-    if y is None:
-        y = weight.times(codes, M)
+    y = weight.times(codes, B * T)
     return y.resize_((B, T, y.shape[1]))
 
 
