@@ -105,49 +105,40 @@ def linear(N: int, K: int, bias: bool = False, device="cpu", seed: int = 0) -> t
     return in_fp8(torch.nn.Sequential(part), skip=())[0].to(device)
 
 
-def tiny_qwen3(skip=("lm_head",), **more) -> torch.nn.Module:
-    """Two layers of Qwen3 whose widths torch's product takes."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+SIZES = dict(  # of tiny models: widths that torch's product takes
+    vocab_size=97, hidden_size=512, intermediate_size=1024, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=1, head_dim=128, initializer_range=0.05,
+    max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+)  # fmt: skip
+
+
+def _tiny(name: str, config: str, skip: tuple, **sizes) -> torch.nn.Module:
+    import transformers
 
     torch.manual_seed(0)
-    sizes = dict(
-        vocab_size=97, hidden_size=512, intermediate_size=1024, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=1, head_dim=128, initializer_range=0.05,
-        max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=None,
-    )  # fmt: skip
-    config = Qwen3Config(**{**sizes, **more})
-    return in_fp8(Qwen3ForCausalLM(config).to(torch.bfloat16), skip)
+    config = getattr(transformers, config)(**{**SIZES, **sizes})
+    return in_fp8(getattr(transformers, name)(config).to(torch.bfloat16), skip)
+
+
+def tiny_qwen3(skip=("lm_head",), **more) -> torch.nn.Module:
+    """Two layers of Qwen3."""
+    return _tiny("Qwen3ForCausalLM", "Qwen3Config", skip, **more)
 
 
 def tiny_qwen3_5(skip=("lm_head", "in_proj_a", "in_proj_b"), **more) -> torch.nn.Module:
-    """A layer of Gated DeltaNet and one of attention, of such widths; as checkpoints have it, the
-    projections of few rows stay in bf16."""
-    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
-
-    torch.manual_seed(0)
+    """A layer of Gated DeltaNet and one of attention; as checkpoints have it, the projections of
+    few rows stay in bf16."""
     sizes = dict(
-        vocab_size=97, hidden_size=512, intermediate_size=1024, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=1, head_dim=128, initializer_range=0.05,
         linear_num_key_heads=4, linear_num_value_heads=4, linear_key_head_dim=128,
         linear_value_head_dim=128, layer_types=["linear_attention", "full_attention"],
-        max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=None,
     )  # fmt: skip
-    model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**sizes, **more})).to(torch.bfloat16)
-    return in_fp8(model, skip)
+    return _tiny("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", skip, **{**sizes, **more})
 
 
 def tiny_moe(**more) -> torch.nn.Module:
-    """Two layers of Qwen3-MoE of such widths."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=97, hidden_size=512, intermediate_size=1024, moe_intermediate_size=128,
-        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=1, head_dim=128,
-        num_experts=8, num_experts_per_tok=2, initializer_range=0.05, pad_token_id=0,
-        bos_token_id=1, eos_token_id=None, max_position_embeddings=256, **more,
-    )  # fmt: skip
-    return in_fp8(Qwen3MoeForCausalLM(config).to(torch.bfloat16), ("lm_head", "gate"))
+    """Two layers of Qwen3-MoE."""
+    sizes = dict(moe_intermediate_size=128, num_experts=8, num_experts_per_tok=2)
+    return _tiny("Qwen3MoeForCausalLM", "Qwen3MoeConfig", ("lm_head", "gate"), **{**sizes, **more})
 
 
 def experts_problem(T, E, K, H, I, device="cpu", seed=0, absent=True) -> tuple:  # noqa: E741

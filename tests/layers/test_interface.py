@@ -30,22 +30,13 @@ def module(kernel):
     return module, interface
 
 
-def calls_of_transformers(monkeypatch) -> list:
-    asked, registry = [], type(modeling_utils.ALL_ATTENTION_FUNCTIONS)
-    before = registry.get_interface
-
-    def counted(self, *args):
-        asked.append(args[0])
-        return before(self, *args)
-
-    monkeypatch.setattr(registry, "get_interface", counted)
-    return asked
-
-
 def test_is_remembered(module, monkeypatch):
     """A patch of the registry's class is called once, and what it answers is kept."""
-    module, interface = module
-    asked = calls_of_transformers(monkeypatch)
+    (module, interface), registry = module, type(modeling_utils.ALL_ATTENTION_FUNCTIONS)
+    asked, before = [], registry.get_interface
+    monkeypatch.setattr(
+        registry, "get_interface", lambda self, *args: asked.append(args[0]) or before(self, *args)
+    )
     assert [interface.of(module) for _ in range(3)] == [SDPA] * 3
     assert asked == ["sdpa"]
 
@@ -78,34 +69,45 @@ def test_another_config(module):
     assert interface.of(module) is eager
 
 
-@pytest.mark.parametrize("where", ["property", "attributes", "registry", "instance", "class"])
-def test_another_way(module, monkeypatch, where):
+def answers_attributes(patch, registry, kind):
+    before = kind.__getattribute__
+
+    def answer(self, name):
+        return "eager" if name == "_attn_implementation" else before(self, name)
+
+    patch.setattr(kind, "__getattribute__", answer)
+
+
+def answers_as_property(patch, registry, kind):
+    patch.setattr(kind, "_attn_implementation", property(lambda self: "eager"))
+
+
+def answers_as_registry(patch, registry, kind):
+    patch.setattr(type(registry), "__getitem__", lambda self, name: eager)
+
+
+def answers_on_the_instance(patch, registry, kind):
+    patch.setitem(registry.__dict__, "get_interface", lambda name, default: default)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [answers_attributes, answers_as_property, answers_as_registry, answers_on_the_instance],
+    ids=lambda change: change.__name__,
+)
+def test_another_way(module, monkeypatch, change):
     """Whatever answers in place of transformers' own code is asked."""
     module, interface = module
-    registry, kind = modeling_utils.ALL_ATTENTION_FUNCTIONS, type(module.config)
-    if where == "property":
-        monkeypatch.setattr(kind, "_attn_implementation", property(lambda self: "eager"))
-    elif where == "attributes":
-        before = kind.__getattribute__
+    change(monkeypatch, modeling_utils.ALL_ATTENTION_FUNCTIONS, type(module.config))
+    assert [interface.of(module) for _ in range(2)] == [eager] * 2
 
-        def answer(self, name):
-            return "eager" if name == "_attn_implementation" else before(self, name)
 
-        monkeypatch.setattr(kind, "__getattribute__", answer)
-    elif where == "registry":
-        monkeypatch.setattr(type(registry), "__getitem__", lambda self, name: eager)
-    elif where == "instance":
-        registry.__dict__["get_interface"] = lambda name, default: default
-    else:
-        monkeypatch.setattr(modeling_utils, "ALL_ATTENTION_FUNCTIONS", {}, raising=True)
-    try:
-        if where == "class":
-            with pytest.raises(AttributeError):  # as from the module's own forward
-                interface.of(module)
-        else:
-            assert [interface.of(module) for _ in range(2)] == [eager] * 2
-    finally:
-        registry.__dict__.pop("get_interface", None)
+def test_another_registry(module, monkeypatch):
+    """An error as from the module's own forward."""
+    module, interface = module
+    monkeypatch.setattr(modeling_utils, "ALL_ATTENTION_FUNCTIONS", {})
+    with pytest.raises(AttributeError):
+        interface.of(module)
 
 
 def test_what_says_that_torch_compiles():

@@ -116,19 +116,32 @@ def _of_wrapped(mlp: nn.Module, x: torch.Tensor, roles: Roles, name: str) -> Opt
     return down(act(g) * u)
 
 
-def _of_others(
-    mlp: nn.Module, x: torch.Tensor, roles: Roles, name: Optional[str]
-) -> Optional[torch.Tensor]:
-    """serve() for an MLP whose projections are not plain, if it has an activation of ours."""
+def _of_others(mlp: nn.Module, x: torch.Tensor, roles: Roles, name: str) -> Optional[torch.Tensor]:
+    """serve() for an MLP whose projections are not plain."""
     y = None
     if name == "silu" and not roles.casts:
         parts = map(mlp.__dict__["_modules"].get, (roles.gate, roles.up, roles.down))
         y = fp8_mlp.mlp(x, *parts, roles.gate_first)
-    if y is None and name is not None:
+    if y is None:
         y = _on_shards(mlp, x, roles, name)
-    if y is None and name is not None:
-        y = _of_wrapped(mlp, x, roles, name)
-    return y
+    return _of_wrapped(mlp, x, roles, name) if y is None else y
+
+
+def _without_gradient(
+    x: torch.Tensor, found: tuple, w_down: torch.Tensor, b_down: Optional[torch.Tensor], name: str
+) -> torch.Tensor:
+    """fused_swiglu_mlp of weights and biases as projections() has them, by kernels for few tokens
+    where there are no biases."""
+    w_gate, w_up, b_gate, b_up = found
+    biased = b_gate is not None or b_up is not None or b_down is not None
+    if not biased and name != "gelu" and x.shape and x.numel() == x.shape[-1]:
+        y = mlp_of_a_token(x, w_gate, w_up, w_down, name)
+        if y is not None:
+            return y
+    z = fused_swiglu(x, *found, activation=name)
+    few = not biased and z.ndim and z.numel() <= MAX_TOKENS * z.shape[-1]
+    products = project(z, [w_down]) if few else None
+    return products[0] if products else F.linear(z, w_down, b_down)
 
 
 def serve(
@@ -150,26 +163,19 @@ def serve(
         return None
     if (roles.dropouts or roles.rates) and drops_out(mlp, roles):
         return None
-    name, found = activation(mlp, roles), projections(mlp, roles)
-    if name is None or found is None:
+    name = activation(mlp, roles)
+    if name is None:
+        return None
+    found = projections(mlp, roles)
+    if found is None:
         return _of_others(mlp, x, roles, name)
     down = attributes["_modules"].get(roles.down)
     plain = parameters_of(down)
     try:
         if plain is not None and same_dtype(x, *found, *plain[0]):
-            w_gate, w_up, b_gate, b_up = found
-            w_down, b_down = plain[0]
             if not torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type):
-                biased = b_gate is not None or b_up is not None or b_down is not None
-                y = None
-                if not biased and name != "gelu" and x.shape and x.numel() == x.shape[-1]:
-                    y = mlp_of_a_token(x, w_gate, w_up, w_down, name)
-                if y is None:
-                    z = fused_swiglu(x, *found, activation=name)
-                    few = not biased and z.ndim and z.numel() <= MAX_TOKENS * z.shape[-1]
-                    products = project(z, [w_down]) if few else None
-                    y = products[0] if products else F.linear(z, w_down, b_down)
-                return y
+                return _without_gradient(x, found, *plain[0], name)
+            (w_gate, w_up, b_gate, b_up), (w_down, b_down) = found, plain[0]
             return fused_swiglu_mlp(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation=name)
         if down is None or roles.casts or not same_dtype(x, *found):
             return None

@@ -26,9 +26,10 @@ from .prologue import channel_block
 
 
 def _supports(call: LayerDecode) -> bool:
-    """True for one token a row, contiguous last dimensions, head dims up to 256 and contiguous
-    state rows."""
+    """True for one token a row, contiguous last dimensions, head dims up to 256, contiguous
+    parameters and state rows."""
     projected = (call.q, call.k, call.v, call.z, call.a, call.b)
+    parameters = (call.weight, call.bias, call.A_log, call.dt_bias, call.norm_weight)
     K, V = call.q.shape[3], call.v.shape[-1]
     return (
         served(*projected, call.conv_state, call.state, call.weight, call.bias, call.norm_weight)
@@ -37,7 +38,7 @@ def _supports(call: LayerDecode) -> bool:
         and channel_block(K, V) >= 16
         and max(K, V) <= 256
         and is_dense(call.state)
-        and call.weight.is_contiguous()
+        and all(x is None or x.is_contiguous() for x in parameters)
     )
 
 
