@@ -80,31 +80,30 @@ def test_other_names_of_parts_leave_the_module_as_it_is(kernel, subject):
         assert type(module) is kind and not hasattr(module, "in_proj_qkv")
 
 
-def test_a_flag_that_is_set_later_counts(kernel, subject):
-    unit = of(subject, "if self.scaled:\n    _x_ = _x_ * 2", "self.scaled = False")
+LATER = {  # an attribute that is set later, and the way that the forward goes with it
+    "scaled": (False, True, "if self.scaled:\n    _x_ = _x_ * 2"),
+    "factor": (
+        None, 0.1,
+        "if self.factor is not None:\n    _x_ = _x_.clamp(-self.factor, self.factor)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_what_is_set_later_counts(kernel, subject, name):
+    """The class's own forward then goes its way, whether that is read or not."""
+    first, later, text = LATER[name]
+    unit = of(subject, text, f"self.{name} = {first}")
     module = made(unit)
     own = copy.deepcopy(module)
     assert len(kernel.kernelize(module).served) == 1
     before = outputs(module, unit)
-    module.scaled = own.scaled = True
+    assert cases.difference(before, outputs(own, unit)) < 1e-5
+    for each in (module, own):
+        setattr(each, name, later)
     expected = outputs(own, unit)
     assert cases.difference(before, expected) > 0.01
     assert cases.difference(outputs(module, unit), expected) < 1e-5
-
-
-def test_a_way_that_is_not_read_is_the_forwards_own(kernel, subject):
-    """Noise behind a flag that is off: when it is on, the class's own forward makes it."""
-    unit = of(
-        subject,
-        "if self.factor is not None:\n    _x_ = _x_.clamp(-self.factor, self.factor)",
-        "self.factor = None",
-    )
-    module = made(unit)
-    own = copy.deepcopy(module)
-    assert len(kernel.kernelize(module).served) == 1
-    assert cases.difference(outputs(module, unit), outputs(own, unit)) < 1e-5
-    module.factor = own.factor = 0.1
-    assert cases.difference(outputs(module, unit), outputs(own, unit)) == 0
 
 
 LEFT = {
