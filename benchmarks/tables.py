@@ -1,6 +1,6 @@
 """The tables of docs/benchmarks.md: of_NAME(record) makes the one that page.md calls NAME."""
 
-from typing import Dict, Iterable, List
+from typing import Callable, Dict, Iterable, List
 
 from records import GATES, OURS, Case, cases, errors, title_of, whole_name
 
@@ -143,13 +143,18 @@ def of_prepare(record: dict) -> str:
     return of_cases(record, [Case(label, ours, {"a copy of its bytes": f["copy"]})])
 
 
+def by_way(record: dict, key: str, head: str, form, title: Callable[[str], str]) -> str:
+    """Of each row that has them, what it has as `key`: a column for each name, under its title."""
+    found = [row for row in record["rows"] if key in row]
+    ways = names(row[key] for row in found)
+    rows = [[row["what"], *cells(row[key], ways, form)] for row in found]
+    return table([head, *map(title, ways)], rows) if rows else ""
+
+
 def of_launches(record: dict) -> str:
-    rows = [
-        [row["what"].replace(":", ","), *cells(row["launches"], ("before", "after"), str)]
-        for row in record["rows"]
-        if "launches" in row
-    ]
-    return table(["kernels launched", "transformers with FLA", "ours"], rows)
+    shown = {"before": "transformers with FLA", "after": "ours"}
+    rows = [{**row, "what": row["what"].replace(":", ",")} for row in record["rows"]]
+    return by_way({"rows": rows}, "launches", "kernels launched", "{}", shown.get)
 
 
 def of_whole(record: dict) -> str:
@@ -176,17 +181,12 @@ def of_parts(record: dict) -> str:
 
 def of_extra_memory(record: dict) -> str:
     """What a call holds at its peak beyond the weights, where that was measured."""
-    found = [row for row in record["rows"] if "extra_mib" in row]
-    ways = names([row["extra_mib"] for row in found])
-    rows = [[row["what"], *cells(row["extra_mib"], ways, "{:.0f}")] for row in found]
-    head = ["held at the peak beyond the weights, MiB", *(title_of(n, record) for n in ways)]
-    return table(head, rows) if rows else ""
+    head = "held at the peak beyond the weights, MiB"
+    return by_way(record, "extra_mib", head, "{:.0f}", lambda name: title_of(name, record))
 
 
 def of_first_calls(record: dict) -> str:
-    columns = list(record["rows"][0]["seconds"])
-    rows = [[row["what"], *cells(row["seconds"], columns, "{:.4f}")] for row in record["rows"]]
-    return table(["", *(f"{name}, seconds" for name in columns)], rows)
+    return by_way(record, "seconds", "", "{:.4f}", "{}, seconds".format)
 
 
 def of_generate(record: dict) -> str:
@@ -236,9 +236,8 @@ FLA = {"fla_safe": "FLA with safe_gate", "fla": "FLA"}
 
 def of_launch_times(record: dict) -> str:
     """Of launches, or calls and their parts: the time of each."""
-    ways, shown = names(row["us"] for row in record["rows"]), {"ours": "the call or launch", **FLA}
-    rows = [[row["what"], *cells(row["us"], ways)] for row in record["rows"]]
-    return table(["", *(f"{shown.get(way, way)}, us" for way in ways)], rows)
+    shown = {"ours": "the call or launch", **FLA}
+    return by_way(record, "us", "", us, lambda way: f"{shown.get(way, way)}, us")
 
 
 def of_gradients(record: dict) -> str:
