@@ -102,15 +102,14 @@ def from_host(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     return x.pin_memory().to(device, non_blocking=True)
 
 
-@functools.cache
-def _is_at_least(index: int, major: int) -> bool:
-    found = capability(index)
-    return found is not None and found >= (major, 0)
+def _cuda_capability(device: torch.device) -> Tuple[int, int]:
+    """The compute capability; (0, 0) for AMD GPUs, and where there is no GPU."""
+    return (capability(device.index) if is_gpu(device) else None) or (0, 0)
 
 
 def takes_ptx(device: torch.device) -> bool:
     """True if kernels may contain PTX for Ampere: not on AMD GPUs, nor under the interpreter."""
-    return is_gpu(device) and _is_at_least(device.index, 8)
+    return _cuda_capability(device) >= (8, 0)
 
 
 def is_amd(device: torch.device) -> bool:
@@ -126,23 +125,20 @@ def overlaps_launches(device: torch.device) -> bool:
     that writes them last does not let its successor begin; weights may not, for any kernel may have
     written them.
     """
-    return is_gpu(device) and _is_at_least(device.index, 9)
+    return _cuda_capability(device) >= (9, 0)
 
 
 @functools.cache
 def has_wgmma(device: torch.device) -> bool:
     """True if the tensor cores take wgmma instructions, which only Hopper has."""
-    found = capability(device.index) if is_gpu(device) else None
-    return found is not None and found[0] == 9
+    return _cuda_capability(device)[0] == 9
 
 
 def has_e4m3(device: torch.device) -> bool:
     """True if kernels can convert to and from e4m3; so they can in the interpreter."""
-    found = capability(device.index) if is_gpu(device) else (8, 9)
-    return found is not None and found >= (8, 9)
+    return not is_gpu(device) or _cuda_capability(device) >= (8, 9)
 
 
 def has_tensor_memory(device: torch.device) -> bool:
     """True if Triton keeps accumulators in tensor memory, of which a program has 512 columns."""
-    found = capability(device.index) if is_gpu(device) else None
-    return found is not None and found[0] == 10
+    return _cuda_capability(device)[0] == 10
