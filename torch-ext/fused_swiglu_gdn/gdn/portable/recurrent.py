@@ -6,7 +6,7 @@ Sizes: B T H HV K V; N sequences; P rows of a state pool. Measurements: docs/gdn
 """
 
 import math
-from typing import Callable, Optional
+from typing import Callable, Optional, Tuple
 
 import torch
 import triton
@@ -30,7 +30,7 @@ from .delta import (
     write_step,
 )
 from .gates import write_strength
-from .recurrent_step import Step, is_dense, state_steps, step_config
+from .recurrent_step import is_dense, state_steps, step_config, step_launch
 
 
 @triton.jit
@@ -165,70 +165,91 @@ def _evenly(x: torch.Tensor, T: int) -> torch.Tensor:
     return x if _token_stride(x) is not None else x.contiguous()
 
 
-def _tokens_kernel(call: RecurrentCall, T: int, initial, final: int) -> Launch:
-    """The launch for any number of tokens, T in a row of the batch.
-
-    call: its tokens are equally far apart. initial: dense, or written in place; final: elements
-    from a row of the final states to the next.
-    """
-    q, k, v, g, beta, options = call.q, call.k, call.v, call.g, call.beta, call.options
-    HV, K, V = call.HV, call.K, call.V
-    config = step_config(q.device, K, 4, options.state_v_first)
-    strides = (
-        _token_stride(q), q.stride(2), _token_stride(k), k.stride(2), _token_stride(v), v.stride(2),
-        _token_stride(g), _token_stride(beta), 0 if initial is None else initial.stride(0), final,
-    )  # fmt: skip
-    columns = 0
+def _tokens_launch(call: RecurrentCall, strides: tuple, steps: tuple) -> Launch:
+    """The launch of any number of tokens; steps: state_steps of the initial state."""
+    options, K, V, columns = call.options, call.K, call.V, 0
+    config = step_config(call.device, K, 4, options.state_v_first)
     if call.num_accepted_tokens is not None:
         columns = call.state_indices.shape[1]
         strides += (call.state_indices.stride(0),)
+    constexprs = (
+        call.H, call.HV, K, V, options.use_qk_l2norm, options.beta_max, options.state_v_first,
+        options.all_states, columns, options.null_index + 1, *steps, next_power_of_2(K),
+        config["BLOCK_V"], call.channels, options.lower_bound,
+    )  # fmt: skip
     return Launch(
-        _gdn_recurrent_fwd_kernel,
-        call.N * HV * cdiv(V, config["BLOCK_V"]),
-        q.device,
-        numbers=(strides, T, options.scale),
-        constexprs=(
-            call.H, HV, K, V, options.use_qk_l2norm, options.beta_max, options.state_v_first,
-            options.all_states, columns, options.null_index + 1,
-            *state_steps(initial, call.state_shape), next_power_of_2(K), config["BLOCK_V"],
-            call.channels, options.lower_bound,
-        ),
-        options=(("num_warps", config["num_warps"]),),
-        guarded=True,
+        _gdn_recurrent_fwd_kernel, call.N * call.HV * cdiv(V, config["BLOCK_V"]), call.device,
+        numbers=(strides, call.T, options.scale), constexprs=constexprs,
+        options=(("num_warps", config["num_warps"]),), guarded=True,
     )  # fmt: skip
 
 
-def _tokens(call: RecurrentCall) -> Callable:
-    """A function of the tensors of calls with any number of tokens."""
-    options, initial, T = call.options, call.initial_state, call.T
-    inplace, size = options.inplace, math.prod(call.state_shape)
-    copies = initial is not None and not inplace and not is_dense(initial)
-    uneven = T == 0 or any([_token_stride(x) is None for x in call.tensors[:5]])
-    into = call.out is not None and call.out.is_contiguous()
-    made = None  # the shape of new states
-    if not inplace and (options.output_final_state or options.all_states):
-        made = (*((call.B, T) if options.all_states else (call.N,)), *call.state_shape)
-    step = initial.stride(0) if inplace else 0 if made is None else size
-    start = initial.contiguous() if copies else initial
-    tokens = [_evenly(x, T) for x in call.tensors[:5]]
-    even = call._replace(**dict(zip(call._fields, tokens)))
-    kernel = _tokens_kernel(even, T, start, step)
+class _Recurrent:
+    """The launch for all calls with the same shapes, strides, dtypes and options."""
 
-    def run(
-        q, k, v, g, beta, A_log, dt_bias, initial, read, write, accepted, cu_seqlens, out
-    ) -> tuple:
-        tokens = (q, k, v, g, beta)
-        o = out if into else q.new_empty(v.shape)
-        final = initial if inplace else None
-        if made is not None:
-            final = q.new_empty(made, dtype=torch.float32)
-        if uneven:
-            tokens = [_evenly(x, T) for x in tokens]
-        start = initial.contiguous() if copies else initial
-        kernel(*tokens, A_log, dt_bias, start, final, o, read, write, accepted, cu_seqlens)
-        return o if out is None or into else out.copy_(o), final
+    __slots__ = (
+        "kernel", "single", "T", "uneven", "copies", "into", "like_v", "made", "like_initial",
+        "inplace", "to_pool",
+    )  # fmt: skip
 
-    return run
+    def __init__(self, call: RecurrentCall):
+        v, options, initial = call.v, call.options, call.initial_state
+        self.T, self.inplace, row = call.T, options.inplace, math.prod(call.state_shape)
+        drafts = call.num_accepted_tokens is not None
+        self.single = call.B > 0 and call.T == 1 and call.cu_seqlens is None
+        self.single = self.single and not options.all_states and not drafts
+        # the kernel for one token writes states where it has read them, unless rows are given
+        self.to_pool = options.inplace
+        if self.single:
+            self.to_pool = options.inplace and call.output_state_indices is not None
+        self.copies = initial is not None and not options.inplace and not is_dense(initial)
+        self.into = call.out is not None and call.out.is_contiguous()
+        self.like_v = torch.empty_like(v).is_contiguous()
+        self.made = None  # the shape of new states
+        if not options.inplace and (options.output_final_state or options.all_states):
+            sequences = (call.B, call.T) if options.all_states else (call.N,)
+            self.made = (*sequences, *call.state_shape)
+        given = initial is not None and (initial.dtype, initial.shape, initial.is_contiguous())
+        self.like_initial = self.made is not None and given == (torch.float32, self.made, True)
+        tokens = call.tensors[:5]
+        self.uneven = call.T == 0 or any([_token_stride(x) is None for x in tokens])
+        q, k, v, g, beta = [_evenly(x, call.T) for x in tokens] if self.uneven else tokens
+        read = 0 if initial is None else row if self.copies else initial.stride(0)
+        strides = (
+            _token_stride(q), q.stride(2), _token_stride(k), k.stride(2), _token_stride(v),
+            v.stride(2), _token_stride(g), _token_stride(beta), read,
+            initial.stride(0) if options.inplace else row,
+        )  # fmt: skip
+        steps = state_steps(None if self.copies else initial, call.state_shape)
+        self.kernel = (step_launch if self.single else _tokens_launch)(call, strides, steps)
+
+    def __call__(
+        self, q, k, v, g, beta, A_log, dt_bias, initial, read, write, accepted=None,
+        cu_seqlens=None, out=None,
+    ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:  # fmt: skip
+        """o and the final state, every state, the state written in place, or None."""
+        if self.into:
+            o = out
+        else:  # empty_like takes half the time of an allocation by shape
+            o = torch.empty_like(v) if self.like_v else v.new_empty(v.shape)
+        final = initial if self.to_pool else None
+        if self.like_initial:
+            final = torch.empty_like(initial)
+        elif self.made is not None:
+            final = v.new_empty(self.made, dtype=torch.float32)
+        if self.copies:
+            initial = initial.contiguous()
+        if self.single:
+            self.kernel(q, k, v, g, beta, A_log, dt_bias, initial, final, o, read, write)
+        else:
+            tokens = (q, k, v, g, beta)
+            if self.uneven:
+                tokens = [_evenly(x, self.T) for x in tokens]
+            more = (read, write, accepted, cu_seqlens)
+            self.kernel(*tokens, A_log, dt_bias, initial, final, o, *more)
+        if out is not None and not self.into:
+            o = out.copy_(o)
+        return o, initial if self.inplace else final
 
 
 def _is_taken(call: RecurrentCall) -> bool:
@@ -249,8 +270,4 @@ def prepare_gdn_recurrent_fwd(call: RecurrentCall) -> Optional[Callable]:
 
     For fp16, bf16 and fp32, and for states written in place whose columns are contiguous.
     """
-    if not _is_taken(call):
-        return None
-    single = call.B > 0 and call.T == 1 and call.cu_seqlens is None
-    single = single and not call.options.all_states and call.num_accepted_tokens is None
-    return on_dense(Step if single else _tokens, call, "initial_state", "out")
+    return on_dense(_Recurrent, call, "initial_state", "out") if _is_taken(call) else None

@@ -6,7 +6,7 @@ Sizes: N sequences, H and HV heads, K and V head dims, P rows of a state pool. M
 docs/gdn_decode.md.
 """
 
-from typing import Optional, Tuple
+from typing import Optional
 
 import torch
 import triton
@@ -142,65 +142,23 @@ def state_steps(state: Optional[torch.Tensor], shape: tuple) -> Optional[tuple]:
     return (head, row) if reach < 2**31 else None
 
 
-class Step:
-    """The launch of one token a sequence for all calls with the same shapes, strides, dtypes and
-    options."""
-
-    __slots__ = (
-        "kernel", "device", "into", "like_v", "like_initial", "final", "inplace", "moves", "copies",
+def step_launch(call: RecurrentCall, strides: tuple, steps: tuple) -> Launch:
+    """The launch of one token a sequence; steps: state_steps of the initial state."""
+    options, initial, moves = (
+        call.options,
+        call.initial_state,
+        call.output_state_indices is not None,
+    )
+    size = 4 if initial is None else initial.element_size()
+    config = step_config(call.device, call.K, size, options.state_v_first)
+    constexprs = (
+        call.H, call.HV, call.K, call.V, options.use_qk_l2norm, options.beta_max,
+        options.state_v_first, options.inplace and not moves, options.null_index + 1, *steps,
+        next_power_of_2(call.K), config["BLOCK_V"], config["RELOAD"], config["EVICT"],
+        call.channels, options.lower_bound,
     )  # fmt: skip
-
-    def __init__(self, call: RecurrentCall):
-        q, k, v, g, beta, options = call.q, call.k, call.v, call.g, call.beta, call.options
-        N, H, HV, K, V, initial = call.N, call.H, call.HV, call.K, call.V, call.initial_state
-        row, inplace, v_first = HV * K * V, options.inplace, options.state_v_first
-        self.device, self.inplace = q.device, inplace
-        # from one row of the pool to another
-        self.moves = inplace and call.output_state_indices is not None
-        self.copies = initial is not None and not inplace and not is_dense(initial)
-        steps = state_steps(None if self.copies else initial, call.state_shape)
-        self.into = call.out is not None and call.out.is_contiguous()
-        self.like_v = v.dtype == q.dtype and torch.empty_like(v).is_contiguous()
-        final = (N, *call.state_shape)
-        self.final = final if options.output_final_state and not inplace else None
-        given = initial is not None and (initial.dtype, initial.shape, initial.is_contiguous())
-        self.like_initial = self.final is not None and given == (torch.float32, final, True)
-        read = 0 if initial is None else row if self.copies else initial.stride(0)
-        strides = (
-            q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2),
-            g.stride(0), beta.stride(0), read, initial.stride(0) if inplace else row,
-        )  # fmt: skip
-        size = 4 if initial is None else initial.element_size()
-        config = step_config(q.device, K, size, v_first)
-        constexprs = (
-            H, HV, K, V, options.use_qk_l2norm, options.beta_max, v_first,
-            inplace and not self.moves, options.null_index + 1, *steps, next_power_of_2(K),
-            config["BLOCK_V"], config["RELOAD"], config["EVICT"], call.channels,
-            options.lower_bound,
-        )  # fmt: skip
-        self.kernel = Launch(
-            _gdn_recurrent_step_kernel, N * HV * cdiv(V, config["BLOCK_V"]), q.device,
-            numbers=(strides, options.scale), constexprs=constexprs,
-            options=(("num_warps", config["num_warps"]),), guarded=True,
-        )  # fmt: skip
-
-    def __call__(
-        self, q, k, v, g, beta, A_log, dt_bias, initial, read, write, accepted=None,
-        cu_seqlens=None, out=None,
-    ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:  # fmt: skip
-        """o and the final state, the state written in place, or None."""
-        if self.into:
-            o = out
-        else:  # empty_like takes half the time of an allocation by shape
-            o = torch.empty_like(v) if self.like_v else q.new_empty(v.shape)  # [N, 1, HV, V]
-        final = initial if self.moves else None
-        if self.like_initial:
-            final = torch.empty_like(initial)
-        elif self.final is not None:
-            final = torch.empty(self.final, dtype=torch.float32, device=self.device)
-        if self.copies:
-            initial = initial.contiguous()
-        self.kernel(q, k, v, g, beta, A_log, dt_bias, initial, final, o, read, write)
-        if out is not None and not self.into:
-            o = out.copy_(o)
-        return o, initial if self.inplace else final
+    return Launch(
+        _gdn_recurrent_step_kernel, call.N * call.HV * cdiv(call.V, config["BLOCK_V"]),
+        call.device, numbers=(strides, options.scale), constexprs=constexprs,
+        options=(("num_warps", config["num_warps"]),), guarded=True,
+    )  # fmt: skip
