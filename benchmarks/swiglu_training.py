@@ -1,14 +1,14 @@
 """The part of compare_swiglu.py that times a training step of the whole MLP: `--training`.
 
-The contenders take turns, six steps each a round, so that they meet the same clocks. Memory is
-asked for apart: asking takes the host a tenth of a millisecond.
+The contenders take turns, so that they meet the same clocks. Memory is asked for apart: asking
+takes the host a tenth of a millisecond.
 """
 
-import statistics
+from functools import partial
 
 import torch
 import torch.nn.functional as F
-from kernel_time import memory
+from kernel_time import memory, milliseconds
 from peers import peer, warm_up
 from runner import relative_error
 
@@ -17,7 +17,7 @@ SHAPES = [  # K, N, M: Llama-3.1-8B, Qwen3-0.6B, Qwen3.5-27B
     (1024, 3072, 16384),
     (5120, 17408, 8192),
 ]
-STEPS, ROUNDS = 6, 8
+ROUNDS = 8
 NAMES = ("dx", "dw_gate", "dw_up", "dw_down")
 
 
@@ -50,8 +50,7 @@ def contenders(package, liger_mlp=False) -> dict:
 def warm(options) -> None:
     """Has liger_kernel.ops.mlp tune itself for all shapes."""
     for K, N, M in SHAPES:
-        leaves, dy = tensors(K, N, M)
-        contenders(None, liger_mlp=True)["liger_mlp"](*leaves).backward(dy)
+        gradients(contenders(None, liger_mlp=True)["liger_mlp"], *tensors(K, N, M))
 
 
 def tensors(K, N, M) -> tuple:
@@ -62,50 +61,26 @@ def tensors(K, N, M) -> tuple:
     return [leaf.requires_grad_() for leaf in leaves], dy
 
 
-def held_and_peak(function, leaves, dy) -> dict:
-    """MiB beyond the weights: between forward and backward, where x is held and y is not yet, which
-    is as large; and at most."""
-    held, peak = memory(lambda: function(*leaves), lambda y: y.backward(dy))
-    clear(leaves)
-    return {"held": held, "peak": peak + leaves[0].nbytes / 2**20}
-
-
-def clear(leaves) -> None:
-    for leaf in leaves:
-        leaf.grad = None
-
-
-def window(function, leaves, dy) -> dict:
-    """ms of a step and of its backward, steps queued one after another."""
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(3)] for _ in range(STEPS)]
-    for marks in events:
-        clear(leaves)
-        marks[0].record()
-        y = function(*leaves)
-        marks[1].record()
-        y.backward(dy)
-        marks[2].record()
-        del y
-    torch.cuda.synchronize()
-    clear(leaves)
-    return {
-        "step": statistics.median(a.elapsed_time(c) for a, _, c in events[1:]),
-        "backward": statistics.median(b.elapsed_time(c) for _, b, c in events[1:]),
-    }
+def gradients(function, leaves, dy, y=None):
+    """Of those leaves that need one; y: function(*leaves)."""
+    y = function(*leaves) if y is None else y
+    return torch.autograd.grad(y, [leaf for leaf in leaves if leaf.requires_grad], dy)
 
 
 def measure(package, K, N, M, liger_mlp) -> dict:
+    """Of each contender ms of a step, and MiB beyond the weights: between forward and backward,
+    where x is held and y, which is as large, is not yet; and at most."""
     leaves, dy = tensors(K, N, M)
     functions = contenders(package, liger_mlp)
-    cases = {name: (function, leaves) for name, function in functions.items()}
+    cases = {name: (function, leaves, dy) for name, function in functions.items()}
     frozen = [leaves[0], *(leaf.detach() for leaf in leaves[1:])]
-    cases["ours, frozen weights"] = (functions["ours"], frozen)
-    turns = [{name: window(*case, dy) for name, case in cases.items()} for _ in range(ROUNDS + 1)]
+    cases["ours, frozen weights"] = (functions["ours"], frozen, dy)
+    steps = {name: partial(gradients, *case) for name, case in cases.items()}
+    times = milliseconds(steps, ROUNDS, rep=100)
     row = {"K": K, "N": N, "M": M}
-    for name, case in cases.items():
-        figures = [turn[name] for turn in turns[1:]]
-        row[name] = {key: statistics.median(f[key] for f in figures) for key in figures[0]}
-        row[name].update(held_and_peak(*case, dy))
+    for name, (function, its, _) in cases.items():
+        held, peak = memory(partial(function, *its), partial(gradients, function, its, dy))
+        row[name] = {"step": times[name], "held": held, "peak": peak + leaves[0].nbytes / 2**20}
     return row
 
 
@@ -113,10 +88,10 @@ def errors(package, K=1024, N=3072, M=2048) -> dict:
     """Relative errors of all gradients against fp64."""
     leaves, dy = tensors(K, N, M)
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    reference = torch.autograd.grad(eager(*wide), wide, dy.double())
+    reference = gradients(eager, wide, dy.double())
     found = {}
     for name, function in contenders(package).items():
-        got = torch.autograd.grad(function(*leaves), leaves, dy)
+        got = gradients(function, leaves, dy)
         found[name] = dict(zip(NAMES, map(relative_error, got, reference)))
     return found
 
