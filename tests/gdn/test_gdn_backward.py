@@ -403,5 +403,6 @@ def test_hopper_parts():
     check_parts("hopper", case)
     leaves = [x.clone().requires_grad_() for x in case.inputs[:5]]
     with submodule("runtime.dispatch").served() as record:
-        functional.chunk_gated_delta_rule(*leaves)[0].backward(case.do)
+        o, _ = functional.chunk_gated_delta_rule(*leaves, use_qk_l2norm_in_kernel=True)
+        o.backward(case.do)
     assert record["gdn_chunk_bwd"] == ["hopper"]
