@@ -13,7 +13,7 @@ from functools import partial
 from typing import NamedTuple, Optional
 
 import torch
-import torch.nn.functional as F
+from compare_growing import Attention
 from kernel_time import host_us, microseconds
 from peers import peer
 from runner import relative_error, run
@@ -180,33 +180,21 @@ def gate_rows(package):
 
 @torch.no_grad()
 def attention_rows(package):
-    for B, S, filled, HQ, HK, D in (
+    for B, S, filled, *heads in (
         (1, 640, 600, 32, 8, 128), (1, SLOTS, FILLED, 32, 8, 128), (1, SLOTS, SLOTS, 32, 8, 128),
         (64, 640, 600, 32, 8, 128), (64, SLOTS, FILLED, 32, 8, 128), (1, 640, 600, 16, 4, 256),
         (64, 640, 600, 16, 4, 256),
     ):  # fmt: skip
-        q, k, v = normal(B, 1, HQ, D), normal(B, HK, S, D), normal(B, HK, S, D)
-        length = torch.tensor(filled, device="cuda")
+        one, length = Attention(package, heads, B, padded=False), torch.tensor(filled).cuda()
+        k, v, _ = one.over(S)
         mask = (torch.arange(S, device="cuda") < length).repeat(B, 1, 1, 1)
-
-        def sdpa(q=q, k=k, v=v, mask=mask):
-            every = [x[:, :, None].expand(-1, -1, q.shape[2] // x.shape[1], -1, -1).flatten(1, 2)
-                     for x in (k, v)]  # fmt: skip
-            y = F.scaled_dot_product_attention(q.transpose(1, 2), *every, attn_mask=mask)
-            return y.transpose(1, 2).contiguous()
-
-        def ours(q=q, k=k, v=v, length=length, mask=mask):
-            return package.attention_with_kvcache(q, k, v, length, attention_mask=mask)
-
-        calls = {"ours": ours, "sdpa": sdpa}
-        row = {"what": f"attention, {HQ}/{HK} heads of {D}, batch {B}, {filled} of {S} slots"}
-        row["us"] = clock(calls)
-        right = package.attention_with_kvcache(
-            q[:1].double(), k[:1].double(), v[:1].double(), length, attention_mask=mask[:1]
-        )
-        row["error"] = {name: relative_error(call()[:1], right) for name, call in calls.items()}
-        if B == 1 and S == 640 and D == 128:
-            row["host_us"] = {n: host_us(calls[n]) for n in calls}
+        ways = {"ours": partial(one.ours, length=length), "sdpa": one.sdpa}
+        calls = {name: partial(way, k, v, mask) for name, way in ways.items()}
+        what = "attention, {}/{} heads of {}".format(*heads)
+        row = {"what": f"{what}, batch {B}, {filled} of {S} slots", "us": clock(calls)}
+        row["error"] = {name: one.error(way, k, v, mask) for name, way in ways.items()}
+        if B == 1 and S == 640 and one.D == 128:
+            row["host_us"] = {name: host_us(call) for name, call in calls.items()}
         yield row
 
 

@@ -66,8 +66,8 @@ class Attention:
         finally:
             torch.backends.cuda.enable_cudnn_sdp(True)
 
-    def ours(self, k, v, mask) -> torch.Tensor:
-        return self.package.attention_with_kvcache(self.q, k, v, attention_mask=mask)
+    def ours(self, k, v, mask, length=None) -> torch.Tensor:
+        return self.package.attention_with_kvcache(self.q, k, v, length, attention_mask=mask)
 
     def error(self, way: Callable, k, v, mask) -> float:
         """Of the first row, relative to fp64."""
