@@ -1,18 +1,17 @@
 """Parts of compare_parallel.py that say whether several GPUs compute what one does.
 
-The problems are those of tests/parallel_problems.py (the rule and the convolution, on any layout)
-and tests/parallel/test_distributed.py (whole models), in the same tolerances.
+The problems are those of tests/parallel_problems.py (the rule and the convolution, on any layout),
+in the same tolerances. Whole models are tests/parallel/test_distributed.py, with NCCL on two GPUs.
 """
 
 import functools
-from typing import Callable, Dict
+from typing import Dict
 
 import parallel_problems as problems
-import test_distributed
 import torch
 import torch.distributed as dist
 from conftest import load_package, submodule
-from parallel_worker import LeftOut, Part, Worker
+from parallel_worker import Part, Worker
 from test_parallel import LEAST, LIMIT, SUMS, WORSE
 
 LAYOUTS = [f"{what}, {layout}, {{}}" for layout in ("contiguous", "zigzag")
@@ -21,7 +20,6 @@ CASES = (*LAYOUTS, *problems.FEW, "an empty shard first", "shards of one token")
 FEWER = (LAYOUTS[0], LAYOUTS[-1])
 # relative errors in fp32 below this one need not be near those of one process
 LEAST_FP32 = 1e-4
-WRAPS = ("cp zigzag fsdp2", "tp first", "fsdp2", "fsdp2 first", "cp ddp", "hybrid first", "ddp")
 
 
 def errors_of(worker: Worker, name: str, kind: str) -> tuple:
@@ -158,20 +156,6 @@ def captured(worker: Worker) -> tuple:
     return verdict(different, "replays with other inputs, as eager calls to the bit"), []
 
 
-def model(worker: Worker, name: str, wrap: str) -> tuple:
-    """A tiny model's three steps of training, beside one GPU's."""
-    if worker.world != test_distributed.WORLD:
-        raise LeftOut(f"for {test_distributed.WORLD} processes")
-    errors = test_distributed.check(name, wrap, worker.rank, worker.device)
-    limit = test_distributed.limit_of(wrap, worker.device.type)
-    wrong = [f"{part}: {error:.1e}" for part, error in errors.items() if not error <= limit]
-    if not worker.all_true(not wrong):
-        wrong = wrong or ["in another process"]
-    at = max(errors, key=errors.get)
-    line = f"{len(errors) - 1} gradients, largest error {errors[at]:.1e} ({at}), limit {limit:.0e}"
-    return verdict(wrong, line), []
-
-
 def messages(worker: Worker) -> tuple:
     """An all-gather by itself: what all else costs on top of."""
     exchange = submodule("parallel.exchange")
@@ -190,14 +174,6 @@ def messages(worker: Worker) -> tuple:
     return verdict(wrong, f"{worker.world} processes, all-gather of {', '.join(said)}"), rows
 
 
-def models() -> list:
-    def part(name: str, wrap: str) -> Part:
-        run: Callable = functools.partial(model, name=name, wrap=wrap)
-        return Part(f"{name} {wrap}", 90, run, warm=("models",))
-
-    return [part(name, wrap) for wrap in WRAPS for name in ("qwen3_5_text", "llama")]
-
-
 in_fp32 = functools.partial(rule, names=FEWER, dtype=torch.float32, least=LEAST_FP32)
 PARTS = (
     Part("messages", 30, messages),
@@ -205,7 +181,5 @@ PARTS = (
     Part("waits", 20, without_waits),
     Part("capture", 20, captured),
     Part("bits", 20, repeats),
-    *models()[:8],
     Part("rule in fp32", 45, in_fp32, warm=("fp32",)),
-    *models()[8:],
 )

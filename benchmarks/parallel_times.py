@@ -255,19 +255,12 @@ def warm_fla(worker: Worker) -> None:
 def warm(word: str) -> None:
     """Compiles, in a process of its own and on one GPU, what a part will start."""
     import parallel_problems as problems
-    import test_distributed
-    from tiny_models import random_model, tokens
 
     word, _, which = word.partition(":")
     torch.cuda.set_device(int(which or 0) % torch.cuda.device_count())
     worker = Worker(0, 1, torch.device("cuda", torch.cuda.current_device()), None)
     if word == "fp32":
         problems.alone(problems.CASES["packed, zigzag, 2"], "cuda", worker.device, torch.float32)
-    elif word == "models":
-        for name in test_distributed.MODELS:
-            model = random_model(name, worker.device, num_key_value_heads=2).train()
-            load_package().kernelize(model, mode="training")
-            test_distributed.steps(model, tokens(4, 70, device=worker.device))
     elif word == "rule":
         for T, H, HV in (RULE, LONG):
             x = tensors(worker, T // 2, H, HV, "slow")
