@@ -5,6 +5,7 @@ forward does with them; the arguments of the cache and the attention function, a
 compared with each of our forms. The check gives the plan of our forward.
 """
 
+import contextlib
 import functools
 from typing import Dict, List
 
@@ -207,11 +208,9 @@ class _Trial(Learning):
         given, word = self.given(roles, absent), object()
         log = self.log
         self.interface = interface = Interface(log)
-        if self.has_float:
-            with KeepsFp64():
-                result = called(self.source, twin, dict(given), {WORD: word})
-        else:
-            result = called(self.source, twin, dict(given), {WORD: word})
+        with KeepsFp64() if self.has_float else contextlib.nullcontext():
+            forward, signature = self.source.forward, self.source.signature
+            result = called(forward, signature, twin, dict(given), {WORD: word})
         self.log = []  # whoever calls a part now is no forward
         if not all(map(torch.equal, (x, *(tables or ())), numbers)):
             raise Refused("its forward writes to its input")

@@ -7,7 +7,7 @@ from typing import Optional
 from torch import nn
 
 from .callees import Callees
-from .code import ATTRIBUTES, CHOSEN, CONDITIONAL, Refused, in_short, members_of
+from .code import ATTRIBUTES, CHOSEN, CONDITIONAL, Refused, members_of
 from .values import (
     ATTENTION,
     CONSTANTS,
@@ -37,7 +37,7 @@ class Attributes(Callees):
         if isinstance(base, Plain):
             return self.plain_attribute(base, name, node)
         if base is VALUE and name in CHOSEN:
-            self.reader.more.add(("topk", in_short(node)))
+            self.needs("topk", node)
             return VALUE
         if name == "type" and isinstance(base, Known):  # of a device
             return base._replace(text=base.text and f"{base.text}.type")
@@ -60,7 +60,7 @@ class Attributes(Callees):
         if name in ATTRIBUTES and base.path:
             if name in CONDITIONAL:
                 return Known(None, frozenset([CONDITIONAL[name]]))
-            self.reader.reads.add(base.path)
+            self.reader.source.reads.add(base.path)
             return VALUE
         return Own(path, f"{base.text}.{name}")
 
@@ -70,7 +70,7 @@ class Attributes(Callees):
         if owner is nn.Module:
             raise Refused(f"its forward asks for its {name}")
         if me is not None:
-            self.reader.methods.add(name)
+            self.reader.source.methods.add(name)
         if isinstance(found, staticmethod):
             inner = found.__func__
             return Method(inner, owner) if isinstance(inner, FunctionType) else Plain(inner)
@@ -79,7 +79,7 @@ class Attributes(Callees):
         if isinstance(found, property):
             if me is None:
                 raise Refused(f"its forward asks for the property {name} of a class")
-            self.reader.methods.discard(name)
+            self.reader.source.methods.discard(name)
             value = self.reader.interpreted(found.fget, owner, [me], Words({}))
             if isinstance(value, (Closure, Method, Partial)):
                 raise Refused(f"its class has an attribute {name}")

@@ -4,7 +4,7 @@ import ast
 import sys
 from typing import Callable, List, NoReturn, Optional, Set, Tuple, Union
 
-from .code import Raised, Refused, in_short, is_text, logs, nodes_of
+from .code import BY_DTYPE, Raised, Refused, in_short, is_text, logs, nodes_of
 from .expressions import Expressions
 from .values import VALUE, Closure, Given, Known, Own, Plain, Several, Words, merged
 
@@ -31,6 +31,10 @@ class Body(Expressions):
     @staticmethod
     def refused(node: ast.AST) -> Refused:
         return Refused(f"its forward has `{in_short(node)}`")
+
+    def needs(self, operation: str, node: ast.AST) -> None:
+        """Notes an operation of MORE."""
+        self.reader.source.need(operation, f"has `{in_short(node)}`")
 
     def run(self) -> object:
         """Returns the function's result."""
@@ -224,8 +228,8 @@ class Body(Expressions):
         if not refused and (by_size or "call" in held.on):
             self.refuse(test)
         if not refused and "dtype" in held.on:
-            self.reader.by_dtype = True
-        self.reader.switches |= {name[1:] for name in held.on if name.startswith("=")}
+            self.reader.source.need(BY_DTYPE)
+        self.reader.source.switches |= {name[1:] for name in held.on if name.startswith("=")}
         if len(found) == 1:
             self.env = found[0][1]
         return found
@@ -235,7 +239,7 @@ class Body(Expressions):
         if condition.text is None or condition.on <= {"own"}:
             raise why or self.refused(node)
         everything = [known for known in (*self.reader.path, condition) if known.text is not None]
-        self.reader.excluded.append(" and ".join(f"({known.text})" for known in everything))
+        self.reader.source.excluded.append(" and ".join(f"({known.text})" for known in everything))
 
 
 def negated(held: Known) -> Known:

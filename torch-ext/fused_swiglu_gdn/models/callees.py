@@ -15,6 +15,7 @@ from torch import nn
 from ..layers.own_code import undispatched
 from .code import (
     ARITHMETIC,
+    BY_WORDS,
     CONTEXTS,
     FUNCTIONS,
     IN_PLACE,
@@ -23,7 +24,6 @@ from .code import (
     MORE,
     SIZES,
     Refused,
-    in_short,
 )  # fmt: skip
 from .values import (
     ARGUMENTS,
@@ -140,7 +140,7 @@ class Callees:
         if isinstance(function, Plain):
             return self.of_python(function, args, words, node)
         if isinstance(function, Own) and function.path and "." not in function.path:
-            self.reader.parts.add(function.path)
+            self.reader.source.parts.add(function.path)
         elif function is not ATTENTION:
             self.refuse(node)
         elif args and args[0] == Own(""):
@@ -242,7 +242,8 @@ class Callees:
             return Several(tuple(found))
         if function in (len, tuple, list) and len(args) == 1:
             self.use(args[0], node)
-            self.reader.by_words = self.reader.by_words or isinstance(args[0], Words)
+            if isinstance(args[0], Words):
+                self.reader.source.need(BY_WORDS)
             known = told(args[0]) if isinstance(args[0], Known) else None
             if known is None:
                 return SIZE if function is len else VALUE
@@ -259,7 +260,7 @@ class Callees:
         if not isinstance(base, Own):
             return self.attribute(base, name, node) if function is getattr else self.refuse(node)
         path = f"{base.path}.{name}".lstrip(".")
-        self.reader.reads.add(path)
+        self.reader.source.reads.add(path)
         if function is hasattr:
             text = f"hasattr({base.text}, {name!r})"
             return Known(text, frozenset(["own"]), frozenset([path]))
@@ -278,12 +279,12 @@ class Callees:
         if isinstance(value, Plain):
             return Plain(isinstance(value.value, tuple(c.value for c in classes)))
         if value is VALUE:
-            self.reader.asked.add(None)
+            self.reader.source.asked.add(None)
             return Known(None, frozenset(["none"]))
         if isinstance(value, Given):
-            self.reader.asked.add(value.name)
+            self.reader.source.asked.add(value.name)
         elif isinstance(value, Own) and value.path:
-            self.reader.reads.add(value.path)
+            self.reader.source.reads.add(value.path)
         names = ["torch.Tensor" if c.value is torch.Tensor else c.value.__name__ for c in classes]
         fits = all(c.value in (torch.Tensor, tuple, list, int, float, bool) for c in classes)
         known = told(value)
@@ -306,7 +307,7 @@ class Callees:
             self.refuse(node)
         self.use(rate, node)
         self.use(training, node)
-        self.reader.rates.add(rate.path)
+        self.reader.source.rates.add(rate.path)
         return VALUE
 
     def method_of_a_tensor(self, base: object, name: str, node: ast.Call) -> object:
@@ -318,13 +319,13 @@ class Callees:
             self.refuse(node)
         args, words, _ = self.arguments(node)
         if isinstance(base, Own):
-            self.reader.tensors.add(base.path)
+            self.reader.source.tensors.add(base.path)
         return self.operated(name, [base, *args], words, node)
 
     def operated(self, name: str, args: list, words: Words, node: ast.Call) -> object:
         """An operation of the lists, as a method or a function."""
         if name in MORE:
-            self.reader.more.add((name, in_short(node)))
+            self.needs(name, node)
         if "out" in words.values:
             self.refuse(node)
         self.use_all((*args, *words.values.values()), node)
@@ -356,7 +357,7 @@ class Callees:
         if not words.rest:
             return default
         if words.main and default == Plain(None):
-            self.reader.extra.add(word)
+            self.reader.source.extra.add(word)
             return Given(word)
         self.reader.is_for_itself([word])
         return default

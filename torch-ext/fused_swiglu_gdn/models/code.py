@@ -29,7 +29,7 @@ OPERATIONS = {
     "tensor_split", "to", "transpose", "true_divide", "type", "type_as", "unbind", "unflatten",
     "unsqueeze", "view", "view_as", "zeros_like",
 }  # fmt: skip
-# of tensors too, for kinds of modules that ask for them (read's `more`): choices among values
+# of tensors too, for kinds of modules that may have them (read's `allowed`): choices among values
 IN_PLACE = {"div_", "masked_fill_", "mul_", "scatter_"}
 CHOICES = IN_PLACE | {
     "argsort", "bool", "einsum", "full_like", "gather", "index_select", "linear", "log_softmax",
@@ -39,6 +39,8 @@ CHOICES = IN_PLACE | {
 CHOSEN = {"indices", "values"}  # attributes of what sort and topk give
 GATES = {"log", "log1p", "where"}
 MORE = (CHOICES | GATES | {"clamp"}) - OPERATIONS
+# and what else not every kind of module may do
+BY_DTYPE, BY_WORDS = "branches on a dtype", "counts its keywords"
 METHODS = OPERATIONS | MORE | {"update"}  # of a cache
 ARITHMETIC = {
     "add", "div", "divide", "mul", "multiply", "pow", "sub", "subtract", "true_divide",

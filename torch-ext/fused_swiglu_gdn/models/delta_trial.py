@@ -176,8 +176,8 @@ class DeltaTrial(Trial):
             given = self.given(roles, frozenset())
             given.update({n: more.pop(n) for n in self.takes.intersection(more)})
             with self.mode:
-                source = self.source._replace(forward=self.copies.forward)
-                return called(source, twin, given, {WORD: 1, **more})
+                signature = self.source.signature
+                return called(self.copies.forward, signature, twin, given, {WORD: 1, **more})
 
         return call
 

@@ -178,12 +178,12 @@ def _find(kind: type) -> Tuple[Union[Form, str], Tuple[Pinned, ...]]:
 
 def _forms_of(gate: Source) -> Iterator[Form]:
     """Returns the possible forms of a gate, by what it reads and calls."""
-    if gate.by_dtype or not {*gate.more} <= {"clamp"} or not {*gate.parts} <= {"act_fn"}:
+    if not {*gate.needs} <= {"clamp"} or not gate.parts <= {"act_fn"}:
         return
-    for interleaved, limit in itertools.product((False, True), (None, *gate.reads)):
+    for interleaved, limit in itertools.product((False, True), (None, *sorted(gate.reads))):
         for activation in (None,) if gate.parts else NAMED:
             yield Form(limit, activation, None, interleaved)
-        for alpha in gate.reads:
+        for alpha in sorted(gate.reads):
             yield Form(limit, "swigluoai", alpha, interleaved)
 
 

@@ -63,7 +63,7 @@ class Expressions(Attributes):
         if isinstance(value, Own):
             if not value.path:
                 self.refuse(node)
-            self.reader.reads.add(value.path)
+            self.reader.source.reads.add(value.path)
         elif isinstance(value, (Several, Words)):
             values = value.values if isinstance(value, Several) else value.values.values()
             self.use_all(values, node)
@@ -82,7 +82,7 @@ class Expressions(Attributes):
 
     def pin(self, value: Plain) -> None:
         if value.place is not None and not isinstance(value.value, torch.dtype):
-            self.reader.names.append((*value.place, value.value))
+            self.reader.source.names.append((*value.place, value.value))
 
     def read_Name(self, node: ast.Name) -> object:
         frame, name = self, node.id
@@ -222,7 +222,7 @@ class Expressions(Attributes):
         """A tensor is not computed with a number that is the same for all sizes that were tried."""
         for value in values:
             if isinstance(value, Given):
-                self.reader.computed_with.add(value.name)
+                self.reader.source.computed_with.add(value.name)
             elif isinstance(value, Known) and "derived" in value.on:
                 self.refuse(node)
 
@@ -292,7 +292,7 @@ class Expressions(Attributes):
         if other.value is None:
             if isinstance(value, Given) or value is VALUE:
                 name = None if value is VALUE else value.name
-                self.reader.asked.add(name)
+                self.reader.source.asked.add(name)
                 return Known(name and f"({name} {op} None)", frozenset(["none"]))
             if not isinstance(value, Own) or not value.path:
                 return Plain(op == "is not")
@@ -300,7 +300,7 @@ class Expressions(Attributes):
         if known is None:
             self.refuse(node)
         if isinstance(value, Own):
-            self.reader.reads.add(value.path)
+            self.reader.source.reads.add(value.path)
             known = known._replace(on=frozenset(["own", "none"]))
         return known
 

@@ -17,10 +17,10 @@ from ..layers.functions import is_gated_norm
 from ..layers.gdn import CACHE_NAMES, KNOWN, GdnForm, Known
 from ..layers.own_code import found_at, peeled, why_not_own
 from ..layers.plain import told, why_not_tensor
-from .code import Refused, why_odd_class
+from .code import BY_DTYPE, Refused, why_odd_class
 from .gdn_body import PACKED, GdnBody
 from .gdn_trial import Found, Roles, found_by, width_of
-from .reader import read
+from .reader import hooks_of, read
 from .serving import own_class
 from .stand_ins import features
 from .trial import form_key, plain_values, remembered
@@ -136,12 +136,11 @@ def _form(module: nn.Module, parts: Parts) -> GdnForm:
     why = why_not_own(peeled(kind.forward).forward)
     if why is not None:
         raise Refused(f"its forward {why}")
-    source = read(kind, module, "by_dtype", "hooked", more=MORE, body=GdnBody)
+    allowed = (BY_DTYPE, hooks_of(parts.names["conv1d"]), *MORE)
+    source = read(kind, module, *allowed, body=GdnBody)
     if not source.forward.__globals__["__name__"].startswith("transformers.models."):
         raise Refused("its forward is not that of a model of transformers")
     reason = _why_not_plain(module, parts)
-    if reason is None and not source.hooked <= {parts.names["conv1d"]}:
-        reason = f"its forward calls hooks of {', '.join(sorted(source.hooked))}"
     if reason is not None:
         raise Refused(reason)
     is_gated_norm(module._modules[parts.names[FAMILIES[parts.layer].norm]])  # traces cannot look
@@ -151,12 +150,12 @@ def _form(module: nn.Module, parts: Parts) -> GdnForm:
     view = tuple(_view(module, names, values))
     read_by_ours = {*values, "training", found.roles.index, f"{names['conv1d']}.bias"}
     read_by_ours -= {name for name, *_ in view}
-    guards = plain_values(module, source.guarded.union(source.reads) - read_by_ours)
+    guards = plain_values(module, (source.guarded | source.reads) - read_by_ours)
     unknown = {*CACHE_NAMES, "hidden_states", "attention_mask"} - found.arguments.names
     arguments = found.arguments._replace(
         own=found.arguments.own | unknown, names=found.arguments.names - set(PACKED)
     )
-    KNOWN[kind] = Known(source.pinned, source.renamed | unknown)
+    KNOWN[kind] = Known(source.pinned, frozenset(source.renamed | unknown))
     ours = getattr(layers, parts.layer)
     return GdnForm(
         ours, kind, arguments, found.cache, found.mask, tuple(guards.items()), source.checks, view
@@ -182,9 +181,9 @@ def _view(module: nn.Module, names: dict, values: dict) -> Iterator[tuple]:
 def _found(module: nn.Module, kind: type, source, parts: Parts) -> Found:
     numbers = [n for n, v in plain_values(module, source.reads).items() if type(v) is int]
     index = next((n for n in ("layer_idx", *numbers) if n in numbers and "idx" in n), "layer_idx")
-    values = plain_values(module, set(source.reads) - {"training", index})
+    values = plain_values(module, source.reads - {"training", index})
     known = {*module._modules, *module._parameters, "training", index}
-    for path in source.reads:
+    for path in sorted(source.reads):
         if path not in values and path.split(".")[0] not in known:
             if found_at(module, path) is not None or not hasattr(module, path.split(".")[0]):
                 raise Refused(f"its forward reads {path}")

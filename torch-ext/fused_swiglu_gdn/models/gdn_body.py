@@ -24,7 +24,7 @@ from ..layers.own_code import (
 )  # fmt: skip
 from .body import Body
 from .callees import SPECIAL
-from .code import Refused, in_short
+from .code import Refused
 from .values import VALUE, Computed, Given, Known, Own, Plain, Words, merged
 
 ANSWERS = {"has_previous_state", "is_recording_past", "record_past"}  # of caches, to branch on
@@ -86,7 +86,7 @@ class GdnBody(Body):
             others = [side for side in sides if side is not VALUE]
             if len(others) == 1 and isinstance(others[0], (Plain, Own)):
                 self.use(others[0], node)
-                self.reader.more.add(("compare", in_short(node)))
+                self.needs("compare", node)
                 return VALUE
         found = super().read_Compare(node)
         if not isinstance(found, Known) or len(node.ops) != 1:
@@ -189,4 +189,4 @@ class GdnBody(Body):
             foreign = FOREIGN & names_in(undispatched(function))
             if foreign:
                 raise Refused(f"its forward calls {name}, which uses {', '.join(sorted(foreign))}")
-        self.reader.names += known
+        self.reader.source.names += known

@@ -18,11 +18,11 @@ from ..layers.gdn import CACHE_NAMES
 from ..layers.kda import KdaForm, Owner
 from ..layers.own_code import found_at, peeled, why_not_own
 from ..layers.plain import told, why_not_tensor
-from .code import GATES, Refused, why_odd_class
+from .code import BY_DTYPE, GATES, Refused, why_odd_class
 from .gated_delta_net import MORE, is_depthwise
 from .gdn_body import PACKED, GdnBody
 from .kda_trial import Found, Inner, Layout, found_by, index_of
-from .reader import read
+from .reader import hooks_of, read
 from .serving import own_class
 from .stand_ins import features
 from .trial import form_key, plain_values, remembered
@@ -128,7 +128,7 @@ def _form(module: nn.Module, layout: Layout) -> KdaForm:
     ours = {found.roles.index, found.roles.bound, "training", f"{layout.conv}.bias"}
     owners = []
     for each in inner:
-        names = [n for n in {*each.source.guarded, *each.source.reads} if each.below(n) not in ours]
+        names = [n for n in each.source.guarded | each.source.reads if each.below(n) not in ours]
         guards = tuple(plain_values(each.module, names).items())
         owners.append(Owner(each.path, each.kind, each.source.pinned, guards))
     layer = inner[0]
@@ -155,12 +155,10 @@ def _read(path: str, module: nn.Module, layout: Layout) -> Inner:
     why = why_not_own(peeled(kind.forward).forward)
     if why is not None:
         raise Refused(f"its forward {why}")
-    source = read(kind, module, "by_dtype", "hooked", more=(*MORE, *GATES, "compare"), body=GdnBody)
+    allowed = (BY_DTYPE, *MORE, *GATES, "compare", *(() if path else (hooks_of(layout.conv),)))
+    source = read(kind, module, *allowed, body=GdnBody)
     if not source.forward.__globals__["__name__"].startswith("transformers.models."):
         raise Refused("its forward is not that of a model of transformers")
-    hooked = source.hooked if path else source.hooked - {layout.conv}
-    if hooked:
-        raise Refused(f"its forward calls hooks of {', '.join(sorted(hooked))}")
     if path and (source.checks or source.switches):
         raise Refused(f"the forward of {path} branches on what it is given")
     more = ("__call__",) if path else ()
@@ -169,7 +167,7 @@ def _read(path: str, module: nn.Module, layout: Layout) -> Inner:
         raise Refused(reason)
     values = plain_values(module, source.reads)
     known = {*module._modules, *module._parameters, "training"}
-    for name in source.reads:
+    for name in sorted(source.reads):
         if name not in values and name.split(".")[0] not in known:
             if found_at(module, name) is not None or not hasattr(module, name.split(".")[0]):
                 raise Refused(f"its forward reads {name}")

@@ -150,7 +150,7 @@ class _Trial(Trial):
         log, x = self.begin(flat), random(5, 4, 16, seed=1).clone()
         given = self.given({self.hidden: x}, absent)
         twin, word = twin_of(self.module, self.kind, self.parts), object()
-        out = called(self.source, twin, dict(given), {WORD: word})
+        out = called(self.source.forward, self.source.signature, twin, dict(given), {WORD: word})
         if not same(x, random(5, 4, 16, seed=1)):
             raise Refused("its forward writes to its input")
         return Run(twin, x, given, word, log, out)

@@ -20,7 +20,7 @@ from ..layers.activations import activation_of
 from ..layers.plain import told, why_not_linear, why_patched
 from ..layers.swiglu import DROPOUTS, Form, Roles
 from ..swiglu.reference import ACTIVATIONS
-from .code import Refused, why_odd_class
+from .code import BY_DTYPE, BY_WORDS, Refused, why_odd_class
 from .reader import Source, read
 from .serving import own_class
 from .stand_ins import Raises, features, has_form_of, quiet, random, result_of, twin_of
@@ -69,10 +69,10 @@ def gated_mlp(module: nn.Module) -> Optional[Tuple[str, Optional[str], Optional[
 
 def _form(module: nn.Module) -> Form:
     kind = own_class(module)
-    source = read(kind, module, "by_dtype", "by_words")
-    free = {*source.rates, "training"} - source.guarded
+    source = read(kind, module, BY_DTYPE, BY_WORDS)
+    free = (source.rates | {"training"}) - source.guarded
     biases = {f"{name}.bias" for name in _read_directly(module, source)}
-    values = plain_values(module, {*source.reads, *biases} - free)
+    values = plain_values(module, (source.reads | biases) - free)
     key = form_key(module, kind, source, values)
     key += (tuple([(n, _sort(part)) for n, part in module._modules.items()]), why_patched())
     found = remembered(_found, key, _find, module, kind, source)
@@ -126,8 +126,8 @@ ANOTHER = "its forward is another formula"
 def _candidates(module: nn.Module, source: Source) -> Iterator[Roles]:
     parts = module._modules
     direct = _read_directly(module, source)
-    products = [n for n in {*source.parts, *direct} if features(parts.get(n))]
-    dropouts = tuple(name for name in source.parts if type(parts.get(name)) in DROPOUTS)
+    products = [n for n in source.parts | direct if features(parts.get(n))]
+    dropouts = tuple(name for name in sorted(source.parts) if type(parts.get(name)) in DROPOUTS)
     acts = [name for name in source.parts if name not in (*products, *dropouts)]
     acts = [name for name in acts if name in parts or name in module.__dict__]
     if len(acts) > 1:  # a part that wraps a product need not say its sizes
@@ -136,8 +136,8 @@ def _candidates(module: nn.Module, source: Source) -> Iterator[Roles]:
         acts = [name for name in acts if name not in products]
     if len(acts) > 1:
         return
-    more = {"dropouts": dropouts, "rates": source.rates}
-    more["casts"] = source.by_dtype or bool(direct)
+    more = {"dropouts": dropouts, "rates": tuple(sorted(source.rates))}
+    more["casts"] = BY_DTYPE in source.needs or bool(direct)
     functions = (None,) if acts else NAMED
     # usual orders come first: the last part as down, the first as gate
     products.sort(key=list(parts).index)
@@ -168,7 +168,8 @@ def _why_another_formula(module, kind, source: Source, roles: Roles) -> Optional
     """Reason if the class's forward differs from the formula in some dtype, size or mode, or
     None. A forward that goes by neither of them is run twice with each size and each dtype."""
     direct = _read_directly(module, source)
-    goes_by = "training" in source.reads or source.rates or source.checks or source.by_dtype
+    goes_by = "training" in source.reads or source.rates or source.checks
+    goes_by = goes_by or BY_DTYPE in source.needs
     runs = list(itertools.product(enumerate(DTYPES), enumerate(CASES)))
     with quiet():
         for grad in (False, True):

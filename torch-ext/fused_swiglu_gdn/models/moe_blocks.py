@@ -29,7 +29,7 @@ from ..layers.plain import (
 )
 from ..runtime import dispatch
 from ..runtime.dtypes import HALF
-from .code import CHOICES, Refused
+from .code import BY_DTYPE, CHOICES, Refused
 from .reader import Source, read
 from .router_trial import DTYPES, Choice, find_choice, shapes_of, weight_among
 from .serving import own_class, why_not_on
@@ -101,14 +101,14 @@ def form_of(module: nn.Module) -> Optional[Form]:
     if kind.__module__.split(".")[0] == "torch":
         return None
     if weight_among(module) is not None:
-        find, facts, allowed, more = find_choice, shapes_of(module), ("by_dtype",), CHOICES
+        find, facts, allowed = find_choice, shapes_of(module), (BY_DTYPE, *CHOICES)
     elif gates_among(module):
-        find, facts, allowed, more = find_parts, sizes_of(module), (), ()
+        find, facts, allowed = find_parts, sizes_of(module), ()
     else:
         return None
-    source = read(kind, module, *allowed, more=more)
-    argument, values = only_argument(source), plain_values(module, {*source.reads} - {"training"})
-    for name in source.reads:
+    source = read(kind, module, *allowed)
+    argument, values = only_argument(source), plain_values(module, source.reads - {"training"})
+    for name in sorted(source.reads):
         if name not in values and name != "training" and name not in dict(facts):
             raise Refused(f"its forward reads {name}, which is no number, word or flag")
     patched = why_patched()
@@ -257,7 +257,7 @@ def sizes_of(module: nn.Module) -> tuple:
 def find_parts(module: nn.Module, kind: type, source: Source, values: dict) -> Parts:
     """Finds the role of each part; raises Refused."""
     refuse_odd_module(module, kind, source, source.parts, "__call__")
-    names = [name for name in source.parts if name in module._modules]
+    names = [name for name in module._modules if name in source.parts]
     for gate in gates_among(module):
         others = [name for name in names if name != gate]
         if gate in names and len(others) == len(source.parts) - 1 == 3:

@@ -11,7 +11,7 @@ from torch import nn
 from ..layers.norm import FORMS, NormForm
 from ..layers.plain import told
 from ..norm import reference
-from .code import Refused
+from .code import BY_WORDS, Refused
 from .reader import read
 from .serving import is_served, own_class
 from .stand_ins import has_form_of, quiet, random, result_of, twin_of
@@ -55,7 +55,7 @@ def norm_form(module: nn.Module) -> NormForm:
             shapes[name] = told(parameter, "shape")
     if list(map(len, shapes.values())) not in ([], [1]):
         raise Refused(f"it has parameters {', '.join(shapes)}")
-    source, weight = read(kind, module, "by_words"), next(iter(shapes), None)
+    source, weight = read(kind, module, BY_WORDS), next(iter(shapes), None)
     values = plain_values(module, source.reads)
     eps, kept = _eps_among(module, values), dict(values)
     kept.pop(eps, None)

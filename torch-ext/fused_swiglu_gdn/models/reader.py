@@ -12,7 +12,7 @@ the forward itself: `checks` holds what a call of ours must meet.
 
 import ast
 from types import FunctionType
-from typing import Callable, Dict, FrozenSet, Iterable, List, NamedTuple, Optional, Tuple
+from typing import Callable, Dict, FrozenSet, Iterable, List, Optional, Set, Tuple
 
 import torch
 from torch import nn
@@ -37,57 +37,84 @@ from .values import (
 )
 
 
-class Source(NamedTuple):
+class Source:
     """A forward whose source is known, with all that it calls by name."""
 
     forward: FunctionType  # without decorators
     signature: Signature
     pinned: Pinned  # what a patch could replace
-    reads: Tuple[str, ...]  # the module's attributes by their paths: "head_dim", "config.use_rope"
-    parts: Tuple[str, ...]  # what it calls of the module
-    renamed: FrozenSet[str]  # keywords with which a call is for the class's own forward
-    extra: Tuple[str, ...]  # keywords that it takes out of its **kwargs
-    switches: FrozenSet[str]  # arguments that it branches on: known at their defaults alone
-    asked: FrozenSet[Optional[str]]  # those it compares with None; None: a computed value, too
     checks: Tuple[Callable, ...]  # (module, arguments by name) -> whether a call is one of ours
-    rates: Tuple[str, ...]  # attributes that are the rate of a dropout
-    by_dtype: bool  # it compares dtypes
-    by_words: bool  # it counts the keywords that it has no name for
-    decided: Tuple[tuple, ...]  # (condition on attributes, whether it held): ways that were read
-    tensors: Tuple[str, ...]  # attributes whose methods are called
-    guarded: FrozenSet[str]  # attributes that a condition is about, but for "training"
-    more: Dict[str, str]  # what it has of MORE: where
-    hooked: FrozenSet[str]  # parts whose hooks a decorator calls
+
+    def __init__(self):
+        self.reads: Set[str] = set()  # attributes by their paths: "head_dim", "config.use_rope"
+        self.parts: Set[str] = set()  # what it calls of the module
+        self.tensors: Set[str] = set()  # attributes whose methods are called
+        self.rates: Set[str] = set()  # attributes that are the rate of a dropout
+        self.guarded: Set[str] = set()  # attributes that a condition is about, but for "training"
+        self.methods: Set[str] = set()  # of the module that it calls
+        self.renamed: Set[str] = set()  # keywords with which a call is for the class's own forward
+        self.extra: Set[str] = set()  # keywords that it takes out of its **kwargs
+        self.switches: Set[str] = set()  # arguments that it branches on: known at their defaults
+        self.computed_with: Set[str] = set()  # arguments
+        self.asked: Set[Optional[str]] = set()  # those compared with None; None: what is computed
+        self.needs: Dict[str, str] = {}  # what not every kind of module may do: the reason
+        self.excluded: List[str] = []  # conditions under which a call is not ours
+        self.names: List[tuple] = []  # (namespace, name, value)
+        self.codes: List[tuple] = []  # (function, code)
+        self.done: Set[tuple] = set()  # calls with computed values alone that have been read
+        # {condition on attributes: (itself, whether it held)}: the ways that were read
+        self.decided: Dict[str, tuple] = {}
+
+    def copied(self) -> "Source":
+        """A copy, which shares what was decided."""
+        other = Source()
+        other.__dict__.update({name: each.copy() for name, each in vars(self).items()})
+        other.decided = self.decided
+        return other
+
+    def need(self, what: str, why: Optional[str] = None) -> None:
+        """Notes what not every kind of module may do."""
+        self.needs.setdefault(what, f"its forward {why or what}")
+
+    def ended(self, forward: FunctionType) -> "Source":
+        """Returns itself, once all of it has been read."""
+        names = {(id(space), name): (space, name, value) for space, name, value in self.names}
+        codes = {id(function): (function, code) for function, code in self.codes}
+        methods = tuple(sorted(self.methods))
+        self.forward = forward
+        self.pinned = Pinned(tuple(names.values()), tuple(codes.values()), methods)
+        self.signature = signature_of(forward, tuple(sorted(self.extra)))
+        defaults = self.signature.defaults
+        excluded = dict.fromkeys(self.excluded)
+        self.checks = tuple([condition(f"not ({text})", defaults) for text in excluded])
+        self.done.clear()
+        return self
+
+
+def hooks_of(part: str) -> str:
+    """What a forward does whose decorator calls hooks of a part."""
+    return f"calls hooks of {part}"
 
 
 _sources: Dict[tuple, List[Source]] = {}
 
 
-def read(
-    kind: type, module: nn.Module, *allowed: str, more: Iterable[str] = (), body: type = Body
-) -> Source:
-    """The source of the forward of a module of this class; raises Refused. `allowed`: "by_dtype",
-    "by_words", "hooked", for a kind that minds them; `more`: operations of MORE that it may have;
-    `body`: what its functions may consist of."""
+def read(kind: type, module: nn.Module, *allowed: str, body: type = Body) -> Source:
+    """The source of the forward of a module of this class; raises Refused. `allowed`: what a kind
+    may do of Source.needs; `body`: what its functions may consist of."""
     known = _known(kind, module, body)
     if known is None:
         known = _read(kind, module, body=body)
         sources = _sources.get((kind, body), ())
         _sources[kind, body] = [*(s for s in sources if s.pinned.unchanged()), known]
-    if not module.__dict__.keys().isdisjoint(known.pinned.methods):
+    if not module.__dict__.keys().isdisjoint(known.methods):
         raise Refused("it has methods of its own, which its class has not")
     for path in known.tensors:
         if not isinstance(found_at(module, path), torch.Tensor):
             raise Refused(f"{path} is no tensor")
-    if known.by_dtype and "by_dtype" not in allowed:
-        raise Refused("its forward branches on a dtype")
-    if known.by_words and "by_words" not in allowed:
-        raise Refused("its forward counts its keywords")
-    if known.hooked and "hooked" not in allowed:
-        raise Refused(f"its forward calls hooks of {', '.join(sorted(known.hooked))}")
-    for operation, where in known.more.items():
-        if operation not in more:
-            raise Refused(f"its forward has `{where}`")
+    for what, why in known.needs.items():
+        if what not in allowed:
+            raise Refused(why)
     return known
 
 
@@ -95,10 +122,7 @@ def _known(kind: type, module: nn.Module, body: type) -> Optional[Source]:
     """The source that was read of a module of this class before, with its flags."""
     for source in _sources.get((kind, body), ()):
         if source.pinned.unchanged():
-            for held, value in source.decided:
-                if held(module, {}) is not value:
-                    break
-            else:
+            if all(held(module, {}) is value for held, value in source.decided.values()):
                 return source
     return None
 
@@ -108,74 +132,47 @@ def read_method(kind: type, name: str) -> Source:
     return _read(kind, None, name)
 
 
-def _read(
-    kind: type, module: Optional[nn.Module], name: str = "forward", body: type = Body
-) -> Source:
+def _read(kind: type, module: Optional[nn.Module], name: str = "forward", body=Body) -> Source:
     reader = Reader(kind, module, body=body)
     try:
-        plain = reader.main(name)
+        return reader.main(name)
     except Refused as why:  # where optional arguments are left at their defaults, it may be read
-        first, reader = reader, Reader(kind, module, reader.computed_with | reader.switches, body)
-        reader.decided, reader.guarded = first.decided, first.guarded
+        first = reader.source
+        fixed = first.computed_with | first.switches
+        if not fixed:
+            raise
+        reader = Reader(kind, module, fixed, body)
+        reader.source.decided, reader.source.guarded = first.decided, first.guarded
         try:
-            if not reader.fixed:
-                raise
-            plain = reader.main(name)
+            return reader.main(name)
         except Refused:
             raise why from None
-    names = {(id(space), name): (space, name, value) for space, name, value in reader.names}
-    codes = {id(function): (function, code) for function, code in reader.codes}
-    pinned = Pinned(tuple(names.values()), tuple(codes.values()), tuple(sorted(reader.methods)))
-    signature = signature_of(plain, tuple(sorted(reader.extra)))
-    fails = [
-        condition(f"not ({text})", signature.defaults) for text in dict.fromkeys(reader.excluded)
-    ]
-    return Source(
-        plain, signature, pinned, tuple(sorted(reader.reads)), tuple(sorted(reader.parts)),
-        frozenset(reader.renamed), tuple(sorted(reader.extra)), frozenset(reader.switches),
-        frozenset(reader.asked), tuple(fails), tuple(sorted(reader.rates)),
-        reader.by_dtype, reader.by_words,
-        tuple(reader.decided.values()),
-        tuple(sorted(reader.tensors)),
-        frozenset(reader.guarded), dict(reader.more),
-        frozenset(reader.hooked),
-    )  # fmt: skip
 
 
 class Reader:
     """All functions that a class's forward consists of."""
 
     def __init__(self, kind: type, module: Optional[nn.Module], fixed=frozenset(), body=Body):
-        self.kind, self.module, self.names, self.codes = kind, module, [], []
+        self.kind, self.module, self.body = kind, module, body
         self.members = members_of(kind)
-        self.fixed, self.computed_with = fixed, set()  # arguments
+        self.source = Source()  # which grows
+        self.fixed = fixed  # arguments
         self.named: FrozenSet[str] = frozenset()  # those of the forward
-        self.reads, self.parts, self.methods, self.rates = set(), set(), set(), set()
-        self.renamed, self.extra, self.switches, self.tensors = set(), set(), set(), set()
-        self.body, self.hooked, self.asked = body, set(), set()
-        self.more: set = set()  # (one of MORE, where)
-        self.guarded: set = set()
-        self.excluded: list = []  # conditions under which a call is not ours
-        self.decided: dict = {}  # by their texts
         self.path: list = []  # conditions under which the statement is reached that is read
-        self.by_dtype = self.by_words = False
         self.depth = self.steps = 0
         self.definitions, self.spaces = {}, {}
-        self.results: set = set()  # calls with computed values alone that have been read
 
     def mark(self) -> tuple:
-        kept = {n: v.copy() for n, v in vars(self).items() if isinstance(v, (set, list))}
-        return kept, self.by_dtype, self.depth
+        return self.source.copied(), self.depth
 
     def back_to(self, mark: tuple) -> None:
         """Forgets what was read since; `path` is as it was, which its callers restore."""
-        kept, self.by_dtype, self.depth = mark
-        self.__dict__.update({n: v for n, v in kept.items() if n != "path"})
+        self.source, self.depth = mark
 
     def holds(self, known: Known) -> Optional[bool]:
         """Returns whether a condition on guarded attributes holds for the module; None if that may
         change."""
-        self.guarded |= known.paths - {"training"}
+        self.source.guarded |= known.paths - {"training"}
         if self.module is None or not known.text or not {"own"} <= known.on <= {"own", "none"}:
             return None
         values = [found_at(self.module, path) for path in known.paths]
@@ -186,7 +183,7 @@ class Reader:
         found = held(self.module, {})
         if found is not_held(self.module, {}):  # nobody can tell
             return None
-        self.decided[known.text] = held, found
+        self.source.decided[known.text] = held, found
         return found
 
     def space(self, owner: object, name: str = "") -> object:
@@ -200,7 +197,7 @@ class Reader:
         """A method as it stands in the first class that has it, and that class."""
         for base in bases:
             found = base.__dict__.get(name)
-            self.names.append((self.space(base), name, found))
+            self.source.names.append((self.space(base), name, found))
             if name in base.__dict__:
                 return found, base
         raise Refused(f"its class has no {name}")
@@ -208,17 +205,23 @@ class Reader:
     def bare(self, function: object) -> object:
         """The forward without decorators that pass a call on as it is."""
         while True:
-            found = peeled(function)
-            self.renamed |= found.renamed
-            self.hooked |= found.hooked
-            inner = self.passed_on(found.forward)
+            plain = self.peeled(function)
+            inner = self.passed_on(plain)
             if inner is None:
-                return found.forward
+                return plain
             function = inner
+
+    def peeled(self, function: object) -> object:
+        """The function without transformers' own decorators."""
+        found = peeled(function)
+        self.is_for_itself(found.renamed)
+        for part in sorted(found.hooked):
+            self.source.need(hooks_of(part))
+        return found.forward
 
     def is_for_itself(self, words: Iterable[str]) -> None:
         """A call with such a keyword, for which the forward has no name, is for the forward."""
-        self.renamed |= set(words) - self.named
+        self.source.renamed |= set(words) - self.named
 
     def passed_on(self, wrapper: object) -> Optional[FunctionType]:
         """The function that a wrapper calls with all that it is given, if it gives what that gives
@@ -252,11 +255,11 @@ class Reader:
         if not whole or tuple(names[1:]) != inner.positional[: len(names[1:])]:
             self.back_to(mark)
             return None
-        self.codes.append((wrapper, wrapper.__code__))
+        self.source.codes.append((wrapper, wrapper.__code__))
         return found.function
 
-    def main(self, name: str) -> FunctionType:
-        """Reads the forward, or another method; gives it without decorators."""
+    def main(self, name: str) -> Source:
+        """Reads the forward, or another method."""
         forward, owner = self.method(name, self.kind.__mro__)
         plain = self.bare(forward)
         code = getattr(plain, "__code__", None)
@@ -273,14 +276,14 @@ class Reader:
         for name, value in signature_of(plain).defaults.items():
             if name in self.fixed and isinstance(value, CONSTANTS):
                 env[name] = Plain(value)
-                self.switches.add(name)
+                self.source.switches.add(name)
         env[first] = Own("")
         if args.vararg is not None:
             env[args.vararg.arg] = Several(())  # a call with more is for the forward itself
         if args.kwarg is not None:
             env[args.kwarg.arg] = Words({}, True, True)
         self.run(self.body(self, plain, definition, env, owner))
-        return plain
+        return self.source.ended(plain)
 
     def definition(self, function: FunctionType, owner: Optional[type]) -> ast.FunctionDef:
         """The syntax tree of a function that is read."""
@@ -292,7 +295,7 @@ class Reader:
         if "__class__" in function.__code__.co_freevars:
             if self.space(function, "__class__").get("") is not owner:
                 raise Refused("its forward calls super() of another class")
-        self.codes.append((function, function.__code__))
+        self.source.codes.append((function, function.__code__))
         return self.definitions[function]
 
     def interpreted(self, function, owner: Optional[type], args: list, words: Words) -> object:
@@ -300,18 +303,15 @@ class Reader:
         call = function, owner, len(args), tuple(words.values), tuple(self.path)
         computed = {*map(id, args), *map(id, words.values.values())} <= {id(VALUE)}
         computed = computed and not words.rest
-        if computed and call in self.results:
+        if computed and call in self.source.done:
             return VALUE
-        found = peeled(function)
-        self.is_for_itself(found.renamed)
-        self.hooked |= found.hooked
-        plain = found.forward
+        plain = self.peeled(function)
         definition = self.definition(plain, owner)
         defaults = {name: Plain(value) for name, value in signature_of(plain).defaults.items()}
         env = self.bound(definition.args, args, words, defaults)
         value = self.run(self.body(self, plain, definition, env, owner))
         if computed and value is VALUE:
-            self.results.add(call)
+            self.source.done.add(call)
         return value
 
     def inner(self, closure: Closure, args: list, words: Words) -> object:

@@ -92,7 +92,7 @@ def find_choice(module: nn.Module, kind: type, source: Source, values: dict) -> 
     weight, shapes = weight_among(module), dict(shapes_of(module))
     reason = why_odd_module(module, kind, source, shapes, "__call__")
     if reason is None and (
-        not source.more.keys() & {"argsort", "sort", "topk"} or shapes[weight][0] > MOST
+        not source.needs.keys() & {"argsort", "sort", "topk"} or shapes[weight][0] > MOST
     ):
         reason = f"it does not choose among at most {MOST} experts"  # a head of a vocabulary
     if reason is not None:

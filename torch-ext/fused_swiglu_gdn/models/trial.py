@@ -7,7 +7,7 @@ from torch import nn
 
 from ..layers.forward import PLAIN_VALUES, Arguments, Word
 from ..layers.own_code import found_at
-from .code import Refused, members_of, why_odd_class
+from .code import Refused, Signature, members_of, why_odd_class
 from .reader import Source
 from .stand_ins import Opaque, Opaques, Raises, Read, name_of
 
@@ -189,7 +189,7 @@ class Trial:
 
     def arguments(self) -> Arguments:
         """The arguments of a replaced forward, some of which must stay at their defaults."""
-        signature, extra = self.source.signature, set(self.source.extra)
+        signature, extra = self.source.signature, self.source.extra
         names = signature.names
         return Arguments(
             signature.positional,
@@ -198,16 +198,17 @@ class Trial:
             signature.more,
             self.hidden,
             tuple((n, signature.defaults[n]) for n in sorted(self.fixed - extra)),
-            self.source.renamed | (self.fixed & extra) | frozenset(signature.positional_only),
+            frozenset(self.source.renamed | (self.fixed & extra)).union(signature.positional_only),
         )
 
 
-def called(source, twin: nn.Module, given: dict, words: dict) -> object:
+def called(
+    forward: Callable, signature: Signature, twin: nn.Module, given: dict, words: dict
+) -> object:
     """The output of a forward on stubs."""
-    signature = source.signature
     args = list(map(given.pop, signature.positional_only))
     try:
-        return source.forward(twin, *args, **given, **(words if signature.more else {}))
+        return forward(twin, *args, **given, **(words if signature.more else {}))
     except Refused:
         raise
     except Exception as error:
