@@ -92,7 +92,7 @@ class Source:
 
 
 def hooks_of(part: str) -> str:
-    """What a forward does whose decorator calls hooks of a part."""
+    """Returns the need of a forward whose decorator calls hooks of a part."""
     return f"calls hooks of {part}"
 
 
