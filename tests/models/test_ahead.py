@@ -3,25 +3,18 @@
 import copy
 import pickle
 
+import decoding
 import pytest
 import torch
 from conftest import submodule
-from test_graphs import (  # noqa: F401
-    FAMILIES,
-    NEW,
-    device,
-    generate,
-    graph,
-    on_every_device,
-    padded,
-    tiny,
-)
+from decoding import FAMILIES, NEW, generate, on_every_device, padded, tiny
 from test_late import Generates
 
 transformers = pytest.importorskip("transformers")
 from transformers import masking_utils  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+device, graph = decoding.device, decoding.graph  # fixtures
 ahead, graphs = submodule("models.ahead"), submodule("models.graphs")
 HOOKS = (ahead.Update.name, ahead.Masks.name)
 
@@ -54,7 +47,7 @@ def made(monkeypatch):
     return calls
 
 
-def served(name, device, **changes):  # noqa: F811
+def served(name, device, **changes):
     model = tiny(name, device, **changes)
     assert graphs.serve_graphs(model).reason is None
     return model
@@ -71,7 +64,7 @@ def without(model):
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "phi3"])
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
-def test_inputs_are_those_of_transformers(graph, inputs, made, name, device, batch):  # noqa: F811
+def test_inputs_are_those_of_transformers(graph, inputs, made, name, device, batch):
     model = served(name, device)
     ids, mask = padded(batch, 9, device)
     words = {"attention_mask": mask, "eos_token_id": 1000, "pad_token_id": 0}
@@ -90,7 +83,7 @@ def test_inputs_are_those_of_transformers(graph, inputs, made, name, device, bat
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @on_every_device
-def test_tokens(graph, made, device, implementation):  # noqa: F811
+def test_tokens(graph, made, device, implementation):
     """Masks of booleans and of floats."""
     model = served("gemma3_text", device, initializer_range=0.4)
     model.set_attn_implementation(implementation)
@@ -125,7 +118,7 @@ def gradients_on(model):
 
 @pytest.mark.parametrize("happens", [another_weight, gradients_on])
 @on_every_device
-def test_a_token_that_is_no_replay_gets_them_too(graph, device, happens):  # noqa: F811
+def test_a_token_that_is_no_replay_gets_them_too(graph, device, happens):
     found = []
     ids, mask = padded(2, 9, device)
     for graphed in (False, True):
@@ -144,7 +137,7 @@ def interrupts():
 
 
 @on_every_device
-def test_two_prompts_on_one_cache(graph, device):  # noqa: F811
+def test_two_prompts_on_one_cache(graph, device):
     """The first is interrupted right behind a replay."""
     model = served("llama", device, initializer_range=0.4)
     ids, found = padded(1, 9, device)[0], []
@@ -168,7 +161,7 @@ def every_second(*args, own=masking_utils.create_masks_for_generate, **options):
 
 
 @on_every_device
-def test_masks_that_do_not_follow(graph, device, monkeypatch):  # noqa: F811
+def test_masks_that_do_not_follow(graph, device, monkeypatch):
     for module in (masking_utils, transformers.generation.utils):
         monkeypatch.setattr(module, "create_masks_for_generate", every_second)
     model = served("llama", device, initializer_range=0.4)
@@ -225,7 +218,7 @@ def own_masks(self, **options):
 
 
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
-def test_classes_that_prepare_by_themselves(graph, device):  # noqa: F811
+def test_classes_that_prepare_by_themselves(graph, device):
     """phi3 has a prepare_inputs_for_generation; others have masks of their own."""
     model = served("phi3", device)
     assert not any(name in model.__dict__ for name in HOOKS)
@@ -239,7 +232,7 @@ def test_classes_that_prepare_by_themselves(graph, device):  # noqa: F811
 
 
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
-def test_restored_copied_and_pickled(graph, device):  # noqa: F811
+def test_restored_copied_and_pickled(graph, device):
     model = served("llama", device)
     other = copy.deepcopy(model)
     for name in HOOKS:

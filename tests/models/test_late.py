@@ -11,24 +11,18 @@ import pickle
 import types
 import weakref
 
+import decoding
 import pytest
 import torch
 from conftest import submodule
+from decoding import NEW, generate, on_every_device, padded, tiny
 from emulated_graph import EmulatedGenerator
-from test_graphs import (  # noqa: F401
-    NEW,
-    device,
-    generate,
-    graph,
-    on_every_device,
-    padded,
-    tiny,
-)
 
 transformers = pytest.importorskip("transformers")
 logits_process = pytest.importorskip("transformers.generation.logits_process")
 stopping = pytest.importorskip("transformers.generation.stopping_criteria")
 pytestmark = pytest.mark.filterwarnings("ignore")
+device, graph = decoding.device, decoding.graph  # fixtures
 
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 40, "top_p": 0.95}
 KEPT = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
@@ -69,7 +63,7 @@ def tokenizer():
     return transformers.PreTrainedTokenizerFast(tokenizer_object=found, pad_token="a")
 
 
-def lively(name, device):  # noqa: F811
+def lively(name, device):
     """A model whose tokens differ, and that decodes by graphs."""
     model = tiny(name, device, initializer_range=0.4)
     assert submodule("models.graphs").serve_graphs(model).reason is None
@@ -169,7 +163,7 @@ FEW = ("greedy", "one token", "three tokens", "eos", "sampled, eos", "kept", "ke
     [("llama", 1), ("llama", 4), ("qwen3_5_text", 1), ("qwen3_5_text", 4), ("gemma2", 4)],
 )
 @on_every_device
-def test_all_is_as_transformers_has_it(graph, name, device, batch):  # noqa: F811
+def test_all_is_as_transformers_has_it(graph, name, device, batch):
     model = lively(name, device)
     ids, mask = padded(batch, 9, device)
     eos = ends(model, ids, mask)
@@ -186,7 +180,7 @@ def test_all_is_as_transformers_has_it(graph, name, device, batch):  # noqa: F81
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5_text"])
 @on_every_device
-def test_when_tokens_are_read(graph, name, device):  # noqa: F811
+def test_when_tokens_are_read(graph, name, device):
     """A token comes to the streamer once the next one's replay is launched, and one replay is too
     many where a sequence ends by a token; none where its length or its cache is known or kept."""
     model = lively(name, device)
@@ -220,7 +214,7 @@ def test_when_tokens_are_read(graph, name, device):  # noqa: F811
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5_text"])
 @on_every_device
-def test_two_turns_on_one_cache(graph, name, device):  # noqa: F811
+def test_two_turns_on_one_cache(graph, name, device):
     model = lively(name, device)
     ids, mask = padded(2, 9, device)
     eos, found = ends(model, ids, mask), []
@@ -239,7 +233,7 @@ def test_two_turns_on_one_cache(graph, name, device):  # noqa: F811
 
 
 @on_every_device
-def test_stop_strings_are_graphed(graph, device):  # noqa: F811
+def test_stop_strings_are_graphed(graph, device):
     model, words = lively("llama", device), tokenizer()
     ids, mask = padded(1, 9, device)
     free = theirs(model, ids, attention_mask=mask)
@@ -252,7 +246,7 @@ def test_stop_strings_are_graphed(graph, device):  # noqa: F811
 
 
 @on_every_device
-def test_several_lengths(graph, device):  # noqa: F811
+def test_several_lengths(graph, device):
     """The least of them counts."""
     model = lively("llama", device)
     ids, mask = padded(1, 9, device)
@@ -264,7 +258,7 @@ def test_several_lengths(graph, device):  # noqa: F811
 
 
 @on_every_device
-def test_no_token_too_many_without_a_slot(graph, device):  # noqa: F811
+def test_no_token_too_many_without_a_slot(graph, device):
     """A length of the user's may be more than the cache has; it is full when the row ends."""
     model = lively("llama", device)
     ids, mask = padded(1, 9, device)
@@ -302,7 +296,7 @@ class CountsStops(Counts, transformers.StoppingCriteria):
 
 @pytest.mark.parametrize("kind", [CountsScores, CountsStops])
 @on_every_device
-def test_code_of_the_users_is_called_once_a_token(graph, device, kind):  # noqa: F811
+def test_code_of_the_users_is_called_once_a_token(graph, device, kind):
     model = lively("llama", device)
     ids, mask = padded(2, 9, device)
     words = {"attention_mask": mask, "pad_token_id": 0, "eos_token_id": ends(model, ids, mask)}
@@ -340,7 +334,7 @@ def classes_of(file, base):
 
 
 @on_every_device
-def test_other_ways_to_decode_get_the_model(graph, device):  # noqa: F811
+def test_other_ways_to_decode_get_the_model(graph, device):
     model = lively("llama", device)
     ids, mask = padded(1, 9, device)
     seen = []
@@ -374,7 +368,7 @@ def test_other_ways_to_decode_get_the_model(graph, device):  # noqa: F811
     ["another loop", "other arguments", "another class", "other modes", "another generate"],
 )
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
-def test_releases_that_are_not_known(graph, device, change, monkeypatch):  # noqa: F811
+def test_releases_that_are_not_known(graph, device, change, monkeypatch):
     """Their own loop decodes, by graphs."""
     utils, model = transformers.generation.utils, lively("llama", device)
     ids, mask = padded(1, 9, device)
@@ -446,7 +440,7 @@ def test_criteria_are_those_of_transformers(positions, monkeypatch):
 
 
 @on_every_device
-def test_a_stream_that_raises(graph, device):  # noqa: F811
+def test_a_stream_that_raises(graph, device):
     model = lively("qwen3_5_text", device)
     ids, mask = padded(1, 9, device)
     expected = theirs(model, ids, attention_mask=mask)
@@ -471,7 +465,7 @@ def test_a_stream_that_raises(graph, device):  # noqa: F811
 
 
 @on_every_device
-def test_what_generate_changes_is_changed_on_the_model(kernel, graph, device):  # noqa: F811
+def test_what_generate_changes_is_changed_on_the_model(kernel, graph, device):
     model = lively("llama", device)
     ids, mask = padded(1, 9, device)
     before = set(model.__dict__)
@@ -487,7 +481,7 @@ def test_what_generate_changes_is_changed_on_the_model(kernel, graph, device):  
 
 
 @on_every_device
-def test_a_generate_of_the_users(kernel, graph, device):  # noqa: F811
+def test_a_generate_of_the_users(kernel, graph, device):
     model = tiny("llama", device)
     model.generate = lambda *args, **options: "mine"
     note = kernel.kernelize(model, cuda_graphs=True).rows[-1].note
@@ -498,7 +492,7 @@ def test_a_generate_of_the_users(kernel, graph, device):  # noqa: F811
 
 
 @on_every_device
-def test_copies_and_pickles(graph, device):  # noqa: F811
+def test_copies_and_pickles(graph, device):
     model = lively("llama", device)
     ids, mask = padded(1, 9, device)
     other = copy.deepcopy(model)
@@ -530,7 +524,7 @@ class Generates(transformers.GenerationMixin, torch.nn.Module):
 
 
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
-def test_a_pickle_has_the_models_own_generate(graph, device):  # noqa: F811
+def test_a_pickle_has_the_models_own_generate(graph, device):
     model = Generates()
     assert submodule("models.graphs").serve_graphs(model).reason is None
     assert "generate" in model.__dict__
@@ -540,7 +534,7 @@ def test_a_pickle_has_the_models_own_generate(graph, device):  # noqa: F811
 
 
 @on_every_device
-def test_adapters_of_peft_read_late(graph, device):  # noqa: F811
+def test_adapters_of_peft_read_late(graph, device):
     peft = pytest.importorskip("peft")
     model = tiny("llama", device, initializer_range=0.4)
     config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
@@ -556,7 +550,7 @@ def test_adapters_of_peft_read_late(graph, device):  # noqa: F811
 
 
 @on_every_device
-def test_pipelines_read_late(graph, device):  # noqa: F811
+def test_pipelines_read_late(graph, device):
     model, words = lively("llama", device), tokenizer()
     text = "quickfoxes"
     ids = torch.tensor([words(text)["input_ids"]], device=device)

@@ -6,9 +6,9 @@ import threading
 import pytest
 import torch
 from conftest import submodule
+from decoding import WIDER, generate, tiny
 from emulated_graph import EmulatedGraph
 from interpreter import compiled
-from test_graphs import WIDER, generate, tiny
 from torch import nn
 
 pytest.importorskip("triton")

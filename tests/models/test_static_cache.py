@@ -1,17 +1,19 @@
 """generate with cuda_graphs, called without a word about caches: it decodes by graphs on a static
 cache where nobody sees the cache, and where that pays."""
 
+import decoding
 import pytest
 import torch
 from conftest import submodule
-from test_graphs import device, graph, on_every_device, padded, tiny  # noqa: F401
+from decoding import on_every_device, padded, tiny
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
+device, graph = decoding.device, decoding.graph  # fixtures
 NEW = 20
 
 
-def served(name, device, **changes):  # noqa: F811
+def served(name, device, **changes):
     model = tiny(name, device, initializer_range=0.4, **changes)
     assert submodule("models.graphs").serve_graphs(model).reason is None
     return model
@@ -43,7 +45,7 @@ def as_made(model):
 @pytest.mark.parametrize("name", ["llama", "qwen3_5_text", "phi3"])
 @pytest.mark.parametrize("batch", [1, 4])
 @on_every_device
-def test_tokens_are_replays(kernel, graph, name, device, batch):  # noqa: F811
+def test_tokens_are_replays(kernel, graph, name, device, batch):
     model = served(name, device)
     ids, mask = padded(batch, 9, device)
     found = plain(model, ids, attention_mask=mask)
@@ -63,7 +65,7 @@ def test_tokens_are_replays(kernel, graph, name, device, batch):  # noqa: F811
     ],
 )
 @on_every_device
-def test_ways_to_decode(kernel, graph, device, options):  # noqa: F811
+def test_ways_to_decode(kernel, graph, device, options):
     model = served("llama", device)
     ids, _ = padded(1, 9, device)
     torch.manual_seed(1)
@@ -90,7 +92,7 @@ LEFT = {
 
 @pytest.mark.parametrize("why", LEFT)
 @on_every_device
-def test_other_calls_have_the_cache_that_they_had(kernel, graph, device, monkeypatch, why):  # noqa: F811
+def test_other_calls_have_the_cache_that_they_had(kernel, graph, device, monkeypatch, why):
     model = served("llama", device)
     ids, _ = padded(2, 9, device)
     out = plain(model, ids, **LEFT[why](model))
@@ -101,7 +103,7 @@ def test_other_calls_have_the_cache_that_they_had(kernel, graph, device, monkeyp
 
 @pytest.mark.parametrize("limit, value", [("PAIRS", 1), ("PART", 2**40)])
 @on_every_device
-def test_what_does_not_pay_or_fit(kernel, graph, device, monkeypatch, limit, value):  # noqa: F811
+def test_what_does_not_pay_or_fit(kernel, graph, device, monkeypatch, limit, value):
     """A long prompt for few tokens, and a cache that takes much of the device's memory."""
     monkeypatch.setattr(submodule("models.static_cache"), limit, value)
     model = served("llama", device)
@@ -113,7 +115,7 @@ def test_what_does_not_pay_or_fit(kernel, graph, device, monkeypatch, limit, val
 
 @pytest.mark.parametrize("window, captures", [(8, 0), (64, 1)])
 @on_every_device
-def test_windows_that_fill_are_left_alone(kernel, graph, device, window, captures):  # noqa: F811
+def test_windows_that_fill_are_left_alone(kernel, graph, device, window, captures):
     model = served("gemma2", device, sliding_window=window)
     ids, _ = padded(1, 9, device)
     found = plain(model, ids)
@@ -123,7 +125,7 @@ def test_windows_that_fill_are_left_alone(kernel, graph, device, window, capture
 
 
 @on_every_device
-def test_the_model_and_its_configuration_stay(kernel, graph, device):  # noqa: F811
+def test_the_model_and_its_configuration_stay(kernel, graph, device):
     model = served("llama", device)
     before = model.generation_config.to_dict()
     ids, _ = padded(1, 9, device)
