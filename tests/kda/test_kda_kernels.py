@@ -191,6 +191,22 @@ class Prompts:
             (o, state, _), (ref, ref_state, _) = prepared(*call.tensors), run(call)
             assert torch.equal(o, ref) and torch.equal(state, ref_state)
 
+    def test_tokens_that_are_far_from_one_another(self):
+        """Their offsets in a chunk have more than 32 bits, also in the gradient."""
+        x = kda_inputs(1, 34, 1, 1, 16, 16, DTYPES[0], "slow", device=self.device)
+        memory = torch.empty(34 * 2**26, dtype=DTYPES[0], device=self.device)  # little is touched
+        far = {}
+        for i, (name, y) in enumerate(x.items()):
+            strides = (0, 2**26, y[0, 0].numel(), 1)[: y.ndim]
+            far[name] = memory.as_strided(y.shape, strides, 16 * i).copy_(y)
+        x = {name: y.to(DTYPES[0]) for name, y in x.items()}
+        calls_of = [prompt(y, use_qk_l2norm=True) for y in (x, far)]
+        (o, state, _), (same, again, _) = map(run, calls_of)
+        assert torch.equal(o, same) and torch.equal(state, again)
+        gradients = [gradient_of(call, torch.ones_like(o)) for call in calls_of]
+        found = [computed("kda.portable.backward", "kda_chunk_bwd", call) for call in gradients]
+        assert all(a is b is None or torch.equal(a, b) for a, b in zip(*found))
+
     def test_strides(self):
         """Views of wider tensors; gates whose heads are apart are copied."""
         wider = kda_inputs(2, 70, 2, 2, 48, 32, DTYPES[0], device=self.device)

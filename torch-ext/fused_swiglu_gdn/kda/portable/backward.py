@@ -58,7 +58,6 @@ def _of_powers_of_two(call: KdaBackward) -> KdaBackward:
     """A call of the same values whose head dims are filled up with zeros."""
     q, k, v = (near(padded(x, 0)) for x in (call.q, call.k, call.v))
     g, dt_bias, start = padded(call.g, 0), call.dt_bias, call.initial_state
-    g = g.contiguous() if g.stride(1) >= 2**25 else g
     if dt_bias is not None:
         dt_bias = padded(dt_bias.reshape(call.HV, call.K), 0).reshape(-1)
     start = None if start is None else padded(start, 1)

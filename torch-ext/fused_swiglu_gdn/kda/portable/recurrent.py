@@ -7,16 +7,22 @@ from ...gdn.portable.recurrent import prepare_gdn_recurrent_fwd
 from ...runtime.operation import on_copies, on_dense
 from ..call import KdaStepCall
 
+FAR = 2**25  # from such a step between tokens on, offsets inside a chunk have more than 32 bits
+
 
 def on_dense_gates(prepare: Callable, call, *apart: str) -> Optional[Callable]:
     """on_dense(prepare, call, *apart), where the kernels need contiguous gates of a token's
-    heads."""
+    heads, and those of chunks tokens that are not FAR from one another."""
     HV, K = call.g.shape[2:]
-    if (K == 1 or call.g.stride(3) == 1) and (HV == 1 or call.g.stride(2) == K):
+    dense = (K == 1 or call.g.stride(3) == 1) and (HV == 1 or call.g.stride(2) == K)
+    places = set() if dense else {3}
+    if not isinstance(call, KdaStepCall):
+        places.update(i for i, x in enumerate(call[:5]) if x.stride(1) >= FAR)
+    if not places:
         return on_dense(prepare, call, *apart)
 
-    def copied(q, k, v, g, *more):
-        return (q, k, v, g.contiguous(), *more)
+    def copied(*tensors):
+        return [x.contiguous() if i in places else x for i, x in enumerate(tensors)]
 
     return on_copies(lambda call: on_dense(prepare, call, *apart), call, copied)
 

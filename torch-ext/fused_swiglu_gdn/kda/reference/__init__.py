@@ -1,1 +1,1 @@
-"""The gated delta rule in plain torch: its meaning, and what runs where no kernel does."""
+"""Kimi Delta Attention in plain torch: its meaning, and what runs where no kernel does."""
