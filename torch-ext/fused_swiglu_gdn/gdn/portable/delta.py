@@ -14,28 +14,20 @@ _AS_USUAL = tl.constexpr("")
 @triton.jit
 def load(ptrs, mask, alive=None):
     """Loads fp32; zeros where a mask is given and false."""
-    if mask is not None and alive is not None:
-        x = tl.load(ptrs, mask=mask & alive, other=0.0)
-    elif mask is not None:
-        x = tl.load(ptrs, mask=mask, other=0.0)
-    elif alive is not None:
-        x = tl.load(ptrs, mask=alive, other=0.0)
-    else:
+    if alive is not None:
+        mask = alive if mask is None else mask & alive
+    if mask is None:
         x = tl.load(ptrs)
+    else:
+        x = tl.load(ptrs, mask=mask, other=0.0)
     return x.to(tl.float32)
 
 
 @triton.jit
 def store(ptrs, x, mask, alive=None, EVICT: tl.constexpr = _AS_USUAL):
-    x = x.to(ptrs.dtype.element_ty)
-    if mask is not None and alive is not None:
-        tl.store(ptrs, x, mask=mask & alive, eviction_policy=EVICT)
-    elif mask is not None:
-        tl.store(ptrs, x, mask=mask, eviction_policy=EVICT)
-    elif alive is not None:
-        tl.store(ptrs, x, mask=alive, eviction_policy=EVICT)
-    else:
-        tl.store(ptrs, x, eviction_policy=EVICT)
+    if alive is not None:
+        mask = alive if mask is None else mask & alive
+    tl.store(ptrs, x.to(ptrs.dtype.element_ty), mask=mask, eviction_policy=EVICT)
 
 
 @triton.jit
