@@ -7,11 +7,8 @@ from typing import List, Optional, Sequence, Tuple
 import torch
 from torch import nn
 
-from ..attention.ops import FAMILY as ATTENTION
-from ..fp8.ops import MULTIPLY
 from ..layers.plain import PLAIN_TENSORS, told
 from ..layers.replay import PAYS_FROM
-from ..norm.ops import FAMILY as NORM
 from ..parallel.checks import is_group
 from ..runtime import dispatch
 from ..runtime.checks import are_flags, are_words, is_int, is_model
@@ -20,21 +17,10 @@ from .experts import restore_experts, serve_experts
 from .graph_rules import why_not_model
 from .graphs import restore_graphs, serve_graphs
 from .loss import serve_cross_entropy, serve_loss
-from .recognise import KINDS, is_nothing, recognise, replace
+from .recognise import KINDS, OF_MODULES, is_nothing, recognise, replace
 from .report import WAITS, Report, Row
 from .serving import as_gathered, may_move, named_modules, unserve, why_not_on
 from .stand_ins import quiet
-
-# whose kernels serve a kind of module; of experts' routers and blocks it was asked already
-_OPERATIONS = {
-    "mlp": ("swiglu.forward", "swiglu_fwd"),
-    "norm": (NORM, "rms_norm_fwd"),
-    "layer": (NORM, "rms_norm_fwd"),
-    "attention": (ATTENTION, "qk_norm_rope_fwd"),
-    "gdn": ("gdn.chunk", "gdn_chunk_fwd"),
-    "kda": ("kda.chunk", "kda_chunk_fwd"),
-    "linear": MULTIPLY,
-}
 
 
 def kernelize(
@@ -201,10 +187,11 @@ def _serve_modules(model: nn.Module, kinds: set, replay: int) -> List[Row]:
 
 def _kernels_for(module: nn.Module, kind: str) -> Tuple[Optional[str], Optional[str]]:
     """The report's note about a module that can be replaced, and the reason why it is not."""
-    if dispatch.forced is not None or kind not in _OPERATIONS:
+    operation = OF_MODULES[kind].operation
+    if dispatch.forced is not None or operation is None:
         return None, None
     where = _place_of(module)
-    missing = why_not_on(where, *_OPERATIONS[kind])
+    missing = why_not_on(where, *operation)
     if missing is None:
         return None, None
     if kind == "gdn":  # in plain torch ours are the faster ones, too

@@ -1,16 +1,19 @@
 """Recognises a module by its parts, and finds the layer of ours that computes the same.
 
 A module is served only if that is certain: MLPs, norms, attention and decoder layers are a known
-form by their source and by a trial; so are GDN and KDA layers, whose rules are transformers'
-own forward.
+form by their source and by a trial; so are GDN and KDA layers, whose rules are transformers' own.
 """
 
 import functools
-from typing import Callable, NamedTuple, Optional, Union
+from types import ModuleType
+from typing import Callable, NamedTuple, Optional, Tuple
 
 from torch import nn
 
+from ..attention.ops import FAMILY as ATTENTION
+from ..fp8.ops import MULTIPLY
 from ..layers import attention, decoder, fp8, gdn, kda, norm, swiglu
+from ..norm.ops import FAMILY as NORM
 from . import moe_blocks
 from .attention_trial import attention_form, is_attention
 from .code import Refused
@@ -24,24 +27,22 @@ from .moe_blocks import router_or_block
 from .norm_trial import norm_form
 from .serving import is_of_transformers, is_served, own_class, serve, why_partitioned, why_replaced
 
-Form = Union[
-    swiglu.Form, norm.NormForm, attention.AttentionForm, decoder.LayerForm, fp8.Fp8Form,
-    gdn.GdnForm, kda.KdaForm, moe_blocks.Form,
-]  # fmt: skip
-# what kernelize can be asked for: `only` and `skip`
-KINDS = ("mlp", "gdn", "kda", "norm", "attention", "layer", "linear", "experts", "loss")
-# the modules that have the forward of a form, forward_of(form)
-_HOMES = {
-    "mlp": swiglu, "norm": norm, "attention": attention, "layer": decoder, "linear": fp8,
-    "gdn": gdn, "kda": kda, "experts": moe_blocks,
-}  # fmt: skip
+
+class Kind(NamedTuple):
+    """A kind of modules whose forwards are replaced."""
+
+    name: str
+    layer: str  # the name of ours
+    find: Callable  # (module) -> None, or its layer, reason why it is left alone or None, and form
+    home: ModuleType  # has the forward of a form, forward_of(form)
+    operation: Optional[Tuple[str, str]] = None  # whose kernels it needs, if find has not asked
 
 
 class Finding(NamedTuple):
     kind: str  # of KINDS
     layer: str  # the name of our layer, or what the module resembles
     reason: Optional[str] = None  # why it is left alone; None if it is served
-    form: Optional[Form] = None  # which of its attributes are what
+    form: Optional[tuple] = None  # which of its attributes are what
     unknown: bool = False  # the reason is what transformers has made its class
 
 
@@ -51,7 +52,7 @@ def recognise(module: nn.Module) -> Optional[Finding]:
     quantised = format_of(own)
     if quantised is not None:
         return Finding(quantised.kind, quantised.layer, quantised.reason)
-    for find, kind, layer in _finders_of(own, bool(module._modules)):
+    for kind, layer, find, *_ in _kinds_of(own, bool(module._modules)):
         try:
             found = find(module)
             if found is None:
@@ -71,17 +72,17 @@ def recognise(module: nn.Module) -> Optional[Finding]:
 def is_nothing(kind: type, with_parts: bool) -> bool:
     """True if no module of the class is replaced or has a row in the report."""
     served = len(kind.__bases__) > 1
-    return not served and format_of(kind) is None and not _finders_of(kind, with_parts)
+    return not served and format_of(kind) is None and not _kinds_of(kind, with_parts)
 
 
 @functools.lru_cache(maxsize=1024)
-def _finders_of(kind: type, with_parts: bool) -> tuple:
-    """The rows of _FINDERS for modules of a class, with parts or without."""
+def _kinds_of(kind: type, with_parts: bool) -> Tuple[Kind, ...]:
+    """The kinds that modules of a class may be of, with parts or without."""
     name = kind.__name__.lower()
     gated = "rmsnorm" in name and "gated" in name
     fits = {"norm": "norm" in name and not gated, "linear": is_fp8_linear(kind)}
     fits["experts"] = not kind.__module__.startswith("torch.")
-    return tuple([row for row in _FINDERS if fits.get(row[1], with_parts)])
+    return tuple([one for one in OF_MODULES.values() if fits.get(one.name, with_parts)])
 
 
 def _by_trial(layer: str, form_of: Callable, may_be: Optional[Callable] = None) -> Callable:
@@ -99,17 +100,25 @@ def _by_trial(layer: str, form_of: Callable, may_be: Optional[Callable] = None) 
     return find
 
 
-# (layer, reason why it is left alone, form) of a module, or None; the kind; the name of ours
-_FINDERS = (
-    (gated_mlp, "mlp", "SwiGLUMLP"),
-    (kimi_delta_attention, "kda", "KimiDeltaAttention"),
-    (gated_delta_net, "gdn", "GatedDeltaNet"),
-    (_by_trial("RMSNorm", norm_form), "norm", "RMSNorm"),
-    (_by_trial("Attention", attention_form, is_attention), "attention", "Attention"),
-    (_by_trial("DecoderLayer", layer_form, is_decoder_layer), "layer", "DecoderLayer"),
-    (fp8_linear, "linear", "FP8Linear"),
-    (router_or_block, "experts", "fused_topk"),
-)
+_ATTENTION = _by_trial("Attention", attention_form, is_attention)
+_LAYER = _by_trial("DecoderLayer", layer_form, is_decoder_layer)
+_NORM = _by_trial("RMSNorm", norm_form)
+OF_MODULES = {
+    kind.name: kind
+    for kind in (
+        Kind("mlp", "SwiGLUMLP", gated_mlp, swiglu, ("swiglu.forward", "swiglu_fwd")),
+        Kind("gdn", "GatedDeltaNet", gated_delta_net, gdn, ("gdn.chunk", "gdn_chunk_fwd")),
+        Kind(
+            "kda", "KimiDeltaAttention", kimi_delta_attention, kda, ("kda.chunk", "kda_chunk_fwd")
+        ),
+        Kind("norm", "RMSNorm", _NORM, norm, (NORM, "rms_norm_fwd")),
+        Kind("attention", "Attention", _ATTENTION, attention, (ATTENTION, "qk_norm_rope_fwd")),
+        Kind("layer", "DecoderLayer", _LAYER, decoder, (NORM, "rms_norm_fwd")),
+        Kind("linear", "FP8Linear", fp8_linear, fp8, MULTIPLY),
+        Kind("experts", "fused_topk", router_or_block, moe_blocks),
+    )
+}
+KINDS = (*OF_MODULES, "loss")  # what kernelize can be asked for: `only` and `skip`
 
 
 def replace(module: nn.Module, finding: Finding, replay: int) -> None:
@@ -118,7 +127,7 @@ def replace(module: nn.Module, finding: Finding, replay: int) -> None:
     The form is noted by the module's new class for forwards that `kernels` binds, and for attention
     modules and layers, which read weights of their parts.
     """
-    home = _HOMES[finding.kind]
+    home = OF_MODULES[finding.kind].home
     replay_rows = replay if finding.kind == "gdn" else 0
     serve(module, finding.layer, home.forward_of(finding.form), replay_rows)
     if finding.kind in ("mlp", "norm", "linear"):
