@@ -108,68 +108,6 @@ def compare(ref, tri, limits):
             close(name, ref[name], tri[name], limit)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("B, T, H, HV, D, scale, normalizer", some([
-    (1, 64, 1, 1, 64, 1, 1), (2, 512, 3, 3, 60, 1, 1), (4, 1024, 4, 4, 128, 0.1, 1),
-    (4, 1024, 4, 4, 128, 1, 10), (1, 64, 1, 2, 64, 1, 1), (2, 512, 2, 4, 60, 1, 1),
-]))  # fmt: skip
-def test_naive_chunk(device, B, T, H, HV, D, scale, normalizer):
-    """The definition by chunks and token by token, in fp32."""
-    sizes = fitted(device, B, T, H, HV, D)
-    x = normed(drawn(device, *sizes, FP32, normalizer), False)
-    options = {"scale": float(scale), "output_final_state": True}
-    with submodule("runtime.dispatch").force("reference"):
-        ref = kernel.fused_recurrent_kda(**x, **options)
-        tri = kernel.chunk_kda(**x, **options)
-    compare(dict(zip(("o", "ht"), ref)), dict(zip(("o", "ht"), tri)), {"o": 5e-3, "ht": 5e-3})
-
-
-def test_chunk_invalid_chunk_size():
-    x = drawn("cpu", 1, 64, 1, 1, 16, FP32)
-    with pytest.raises(ValueError, match="chunk_size must be 32 or 64"):
-        kernel.chunk_kda(**x, chunk_size=16)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("B, T, H, HV, D, scale, normalizer, in_kernel", some([
-    (1, 64, 1, 1, 64, 1, 1, False), (2, 512, 3, 3, 60, 1, 1, False),
-    (3, 1000, 4, 4, 100, 0.1, 1, True), (4, 1024, 4, 4, 128, 0.1, 1, False),
-    (2, 512, 2, 4, 60, 1, 1, False), (2, 1024, 2, 8, 128, 0.1, 1, True),
-]))  # fmt: skip
-def test_fused_recurrent(device, B, T, H, HV, D, scale, normalizer, in_kernel):
-    x = drawn(device, *fitted(device, B, T, H, HV, D, 3), FP32, normalizer)
-    options = {"scale": float(scale)}
-    ref = results(expected, x, **options)
-    tri = results(kernel.fused_recurrent_kda, x, in_kernel=in_kernel, **options)
-    compare(ref, tri, {"o": 5e-3, "ht": 5e-3})
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("B, T, H, D, twice", some([
-    (2, 256, 4, 64, False), (2, 256, 4, 64, True), (1, 512, 3, 60, True),
-]))  # fmt: skip
-def test_fused_recurrent_use_beta_sigmoid_in_kernel(device, B, T, H, D, twice):
-    x = drawn(device, *fitted(device, B, T, H, H, D, 3), FP32)
-    raw = {**x, "beta": torch.logit(x["beta"].clamp(1e-4, 1 - 1e-4))}
-    x["beta"] = x["beta"] * (2 if twice else 1)
-    tri = results(
-        kernel.fused_recurrent_kda, raw, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=twice
-    )
-    compare(results(kernel.fused_recurrent_kda, x), tri, {"o": 5e-3, "ht": 5e-3})
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("B, T, H, D, scale", some([
-    (1, 64, 1, 64, 1), (2, 512, 3, 60, 1), (3, 1000, 4, 100, 0.1), (4, 1024, 4, 128, 0.1),
-]))  # fmt: skip
-def test_fused_recurrent_state_v_first(device, B, T, H, D, scale):
-    x = drawn(device, *fitted(device, B, T, H, H, D, 3), FP32)
-    ref = results(kernel.fused_recurrent_kda, x, scale=float(scale))
-    x["initial_state"] = x["initial_state"].mT.contiguous()
-    tri = results(kernel.fused_recurrent_kda, x, scale=float(scale), state_v_first=True)
-    compare(ref, {**tri, "ht": tri["ht"].mT}, {"o": 1e-4, "ht": 1e-4})
-
-
 def gate_of(g, A_log, dt_bias, bound, dtype=FP32):
     """The gate in plain torch, written here."""
     a = g.to(dtype) if dt_bias is None else g.to(dtype) + dt_bias.view(g.shape[-2:])
@@ -177,32 +115,51 @@ def gate_of(g, A_log, dt_bias, bound, dtype=FP32):
     return -rate * F.softplus(a) if bound is None else bound * torch.sigmoid(rate * a)
 
 
+STEPS = [  # the last: what the function makes of its inputs
+    (1, 64, 1, 1, 64, 1, 1, FP32, ""), (2, 512, 3, 3, 60, 1, 1, FP32, ""),
+    (3, 1000, 4, 4, 100, 0.1, 1, FP32, "norms"), (4, 1024, 4, 4, 128, 0.1, 1, FP32, ""),
+    (2, 512, 2, 4, 60, 1, 1, FP32, ""), (2, 1024, 2, 8, 128, 0.1, 1, FP32, "norms"),
+    (2, 256, 4, 4, 64, None, 1, FP32, "sigmoid"), (2, 256, 4, 4, 64, None, 1, FP32, "twice"),
+    (1, 512, 3, 3, 60, None, 1, FP32, "twice"),
+    (1, 64, 1, 1, 64, 1, 1, FP32, "v_first"), (2, 512, 3, 3, 60, 1, 1, FP32, "v_first"),
+    (3, 1000, 4, 4, 100, 0.1, 1, FP32, "v_first"), (4, 1024, 4, 4, 128, 0.1, 1, FP32, "v_first"),
+    (1, 64, 1, 1, 64, 1, 1, FP32, "norms rate"), (2, 256, 2, 2, 64, 1, 1, FP32, "norms rate bias"),
+    (2, 512, 2, 4, 64, 0.1, 1, FP16, "norms rate bias safe"),
+    (3, 1000, 2, 8, 128, 1, 1, FP16, "norms rate"),
+    (4, 1024, 4, 4, 128, 0.1, 1, FP16, "norms rate bias safe"),
+    (1, 64, 1, 1, 64, 1, 1, FP32, "norms safe"), (2, 256, 2, 4, 64, 1, 1, FP32, "norms bias safe"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("B, T, H, HV, D, scale, rate, bias, safe, dtype", some([
-    (1, 64, 1, 1, 64, 1, True, False, False, FP32), (2, 256, 2, 2, 64, 1, True, True, False, FP32),
-    (2, 512, 2, 4, 64, 0.1, True, True, True, FP16),
-    (3, 1000, 2, 8, 128, 1, True, False, False, FP16),
-    (4, 1024, 4, 4, 128, 0.1, True, True, True, FP16),
-    (1, 64, 1, 1, 64, 1, False, False, True, FP32), (2, 256, 2, 4, 64, 1, False, True, True, FP32),
-]))  # fmt: skip
-def test_fused_recurrent_gate_in_kernel(
-    device, B, T, H, HV, D, scale, rate, bias, safe, dtype
-):  # fmt: skip
+@pytest.mark.parametrize("B, T, H, HV, D, scale, normalizer, dtype, makes", some(STEPS))
+def test_fused_recurrent(device, B, T, H, HV, D, scale, normalizer, dtype, makes):
     B, T, H, HV, D = fitted(device, B, T, H, HV, D, 3)
-    x = drawn(device, B, T, H, HV, D, dtype)
-    a, bound = torch.randn(B, T, HV, D, device=device), -5.0 if safe else None
-    gate = {
-        "A_log": torch.empty(HV, device=device).uniform_(1, 16).log() if rate else None,
-        "dt_bias": torch.randn(HV * D, device=device) if bias else None,
-    }
-    options = {"scale": float(scale), "in_kernel": True}
-    given = {**x, "g": gate_of(a, **gate, bound=bound)}
-    ref = results(kernel.fused_recurrent_kda, given, **options)
-    tri = results(
-        kernel.fused_recurrent_kda, {**x, "g": a}, use_gate_in_kernel=True, lower_bound=bound,
-        **gate, **options,
-    )  # fmt: skip
-    compare(ref, tri, {"o": 2e-3, "ht": 2e-3})
+    x, makes = drawn(device, B, T, H, HV, D, dtype, normalizer), makes.split()
+    options, more = {"scale": scale, "in_kernel": "norms" in makes}, {}
+    given, bound = dict(x), -5.0 if "safe" in makes else None
+    if "sigmoid" in makes or "twice" in makes:
+        x["beta"] = x["beta"].clamp(1e-4, 1 - 1e-4)
+        given["beta"] = torch.logit(x["beta"])
+        x["beta"] = x["beta"] * (2 if "twice" in makes else 1)
+        more.update(use_beta_sigmoid_in_kernel=True, allow_neg_eigval="twice" in makes)
+    if "rate" in makes or "safe" in makes:
+        gate = {
+            "A_log": torch.empty(HV, device=device).uniform_(1, 16).log(),
+            "dt_bias": torch.randn(HV * D, device=device),
+        }
+        gate["A_log"] = gate["A_log"] if "rate" in makes else None
+        gate["dt_bias"] = gate["dt_bias"] if "bias" in makes else None
+        given["g"] = torch.randn(B, T, HV, D, device=device)
+        x["g"] = gate_of(given["g"], **gate, bound=bound)
+        more.update(use_gate_in_kernel=True, lower_bound=bound, **gate)
+    if "v_first" in makes:
+        given["initial_state"] = x["initial_state"].mT.contiguous()
+        more["state_v_first"] = True
+    ref = results(expected, x, **options)
+    tri = results(kernel.fused_recurrent_kda, given, **options, **more)
+    tri["ht"] = tri["ht"].mT if "v_first" in makes else tri["ht"]
+    compare(ref, tri, dict.fromkeys(("o", "ht"), 1e-4 if "v_first" in makes else 2e-3))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -430,21 +387,6 @@ def test_gate(device, B, T, H, D, rate, bias, bound):
         if name in ref:
             # fp32 sums over all tokens: on an H200 up to 1.7e-4 of the terms of A_log
             assert (tri[name] - ref[name]).norm() < 5e-4 * size, name
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_chunk_return_intermediate_states(device):
-    """States on the way come by checkpoint_every: after every 64 tokens, not before."""
-    B, T, H, _, D = fitted(device, 2, 1024, 4, 4, 128)
-    x = drawn(device, B, T, H, H, D, dtype_on(device, BF16), draw=torch.randn)
-    with torch.inference_mode():
-        with pytest.raises(ValueError, match="return_intermediate_states must be False"):
-            kernel.chunk_kda(**x, return_intermediate_states=True)
-        o, state, h = kernel.chunk_kda(
-            **normed(x, False), output_final_state=True, checkpoint_every=64
-        )
-    assert o.shape == x["v"].shape and state.shape == (B, H, D, D)
-    assert h.shape == (B * (T // 64), H, D, D) and torch.isfinite(h).all()
 
 
 @interpreted

@@ -90,8 +90,8 @@ if INTERPRETING:
     TYPED_STATES = list(zip(DTYPES, [False, True]))
 
 
-class Prompts:
-    """Run twice: under the interpreter on the CPU, and compiled on a GPU."""
+class Problems:
+    """Of a kind of kernels: under the interpreter on the CPU, and compiled on a GPU."""
 
     device = "cpu"
     shape = (1, 100, 1, 1, 32, 16)
@@ -101,34 +101,44 @@ class Prompts:
         x = kda_inputs(*self.shape, dtype, gates, device=self.device)
         B, _, _, HV, K, V = self.shape
         x["initial_state"] = torch.randn(B, HV, K, V, device=self.device)
-        check(prompt(x, use_qk_l2norm=True))
+        self.check(prompt(x, use_qk_l2norm=True))
 
-    @pytest.mark.parametrize("T", [1, 63, 64, 130])
+    @pytest.mark.parametrize("T", [1, 7, 63, 64, 130])
     def test_lengths(self, T):
-        x = kda_inputs(1, T, 1, 1, 16, 24, DTYPES[0], device=self.device)
-        check(prompt(x, use_qk_l2norm=True))
+        x = kda_inputs(2, T, 1, 1, 16, 24, DTYPES[0], "slow", device=self.device)
+        self.check(prompt(x, use_qk_l2norm=True))
 
     @pytest.mark.parametrize("H, HV", HEADS)
     def test_heads(self, H, HV):
         x = kda_inputs(1, 70, H, HV, 16, 16, DTYPES[0], device=self.device)
-        check(prompt(x, use_qk_l2norm=True))
+        self.check(prompt(x, use_qk_l2norm=True, output_final_state=False))
 
     @pytest.mark.parametrize("bound", [None, -5.0])
     @pytest.mark.parametrize("K", [16, 40])
     def test_raw_gates(self, bound, K):
         x = raw_gates(kda_inputs(1, 70, 2, 2, K, 16, DTYPES[0], device=self.device), 2, K, bound)
-        check(prompt(x, use_qk_l2norm=True, use_beta_sigmoid=True, allow_neg_eigval=True))
-        del x["dt_bias"]
+        options = {"use_qk_l2norm": True, "use_beta_sigmoid": True}
+        self.check(prompt(x, allow_neg_eigval=True, **options))
+        if K == 40:
+            return
+        x["beta"] = torch.randn_like(x["beta"]).to(DTYPES[0])
         if bound is not None:
+            self.check(prompt({n: y for n, y in x.items() if n != "A_log"}, **options))
+            self.check(prompt({n: y for n, y in x.items() if n != "dt_bias"}, **options))
             del x["A_log"]
-        check(prompt(x, use_qk_l2norm=True))
+        del x["dt_bias"]
+        self.check(prompt(x, **options))
 
     def test_keys_of_any_length(self):
         """Without l2norm, keys that write with up to twice their own projection."""
         x = kda_inputs(1, 130, 1, 1, 40, 16, DTYPES[0], "slow", device=self.device)
         unit = torch.nn.functional.normalize(x["k"].float(), dim=-1)
         x["k"] = (1.4 * unit).to(DTYPES[0])
-        check(prompt(x))
+        self.check(prompt(x))
+
+
+class Prompts(Problems):
+    check = staticmethod(check)
 
     @pytest.mark.parametrize("gates", ["slow", "softplus", "zero"])
     def test_keys_alike(self, gates):
@@ -281,44 +291,8 @@ def check_gradients(call, factor=1.0, **options):
 SCALES = [(which, scale) for which in ("q", "k", "scale") for scale in (1e-6, 1e6)]
 
 
-class Gradients:
-    """The gradient's kernels."""
-
-    device = "cpu"
-    shape = (1, 100, 1, 1, 32, 16)
-
-    @pytest.mark.parametrize("dtype, gates", TYPED_GATES, ids=str)
-    def test_gates(self, gates, dtype):
-        x = kda_inputs(*self.shape, dtype, gates, device=self.device)
-        B, _, _, HV, K, V = self.shape
-        x["initial_state"] = torch.randn(B, HV, K, V, device=self.device)
-        check_gradients(prompt(x, use_qk_l2norm=True))
-
-    @pytest.mark.parametrize("T", [1, 7, 63, 64, 130])
-    def test_lengths(self, T):
-        x = kda_inputs(2, T, 1, 1, 16, 24, DTYPES[0], "slow", device=self.device)
-        check_gradients(prompt(x, use_qk_l2norm=True))
-
-    @pytest.mark.parametrize("H, HV", [(3, 3), (2, 4)])
-    def test_heads(self, H, HV):
-        x = kda_inputs(1, 70, H, HV, 16, 16, DTYPES[0], device=self.device)
-        check_gradients(prompt(x, use_qk_l2norm=True, output_final_state=False))
-
-    @pytest.mark.parametrize("bound", [None, -5.0])
-    @pytest.mark.parametrize("K", [16, 40])
-    def test_raw_gates(self, bound, K):
-        x = raw_gates(kda_inputs(1, 70, 2, 2, K, 16, DTYPES[0], device=self.device), 2, K, bound)
-        options = {"use_qk_l2norm": True, "use_beta_sigmoid": True}
-        check_gradients(prompt(x, allow_neg_eigval=True, **options))
-        if K == 40:
-            return
-        x["beta"] = torch.randn_like(x["beta"]).to(DTYPES[0])
-        if bound is not None:
-            check_gradients(prompt({n: y for n, y in x.items() if n != "A_log"}, **options))
-            check_gradients(prompt({n: y for n, y in x.items() if n != "dt_bias"}, **options))
-            del x["A_log"]
-        del x["dt_bias"]
-        check_gradients(prompt(x, **options))
+class Gradients(Problems):
+    check = staticmethod(check_gradients)
 
     @pytest.mark.parametrize("dtype, v_first", TYPED_STATES, ids=str)
     def test_packed_with_states(self, v_first, dtype):
@@ -327,12 +301,6 @@ class Gradients:
         shape = (4, 2, 24, 16) if v_first else (4, 2, 16, 24)
         x["initial_state"] = torch.randn(shape, device=self.device)
         check_gradients(prompt(x, use_qk_l2norm=True, state_v_first=v_first))
-
-    def test_keys_of_any_length(self):
-        x = kda_inputs(1, 130, 1, 1, 40, 16, DTYPES[0], "slow", device=self.device)
-        unit = torch.nn.functional.normalize(x["k"].float(), dim=-1)
-        x["k"] = (1.4 * unit).to(DTYPES[0])
-        check_gradients(prompt(x))
 
     @pytest.mark.parametrize("gates", ["wild"] if INTERPRETING else ["softplus", "wild", "zero"])
     @pytest.mark.parametrize("which, scale", SCALES)
