@@ -197,23 +197,6 @@ def test_codes_of_z_on_a_gpu():
     assert torch.isclose(z_scales.t(), expected.scales, rtol=2**-6).all()  # two roundings to bf16
 
 
-def test_the_references():
-    weights, scales = mlp_of(256, 384)
-    x, plain = tokens(17, 256), tokens(32, 256)
-    codes = reference.quantise_fwd(x)
-    gate, up = (reference.multiply_fwd(w, s, codes)[:17] for w, s in zip(weights[:2], scales[:2]))
-    given = (*codes, *weights[:2], *scales[:2])
-    assert torch.equal(reference.few_fwd(*given, None, None, None, 17), torch.cat((gate, up), 1))
-    whole = torch.cat((gate, up, torch.nn.functional.linear(x, plain)), 1)
-    assert torch.equal(reference.few_fwd(*given, x, plain, None, 17), whole)
-    mine = reference.quantise_few_fwd(x.view(17, 1, 256), weights[0], scales[0])
-    assert torch.equal(mine, gate.view(17, 1, -1))
-    z = reference.quantise_fwd(torch.nn.functional.silu(gate) * up)
-    y = reference.multiply_fwd(weights[2], scales[2], z)[:17]
-    assert torch.equal(reference.few_mlp_fwd(*codes, *weights, *scales, None, 17), y)
-    assert torch.equal(reference.few_mlp_fwd(*codes, *weights, *scales, x, 17), x + y)
-
-
 @compiled
 def test_launches():
     """On a pretended H200: a program for 64 rows of a weight, or for a part of K besides."""

@@ -1,5 +1,6 @@
 """The layers: the Hub's rules, their flags, and the same values as what they replace."""
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -60,14 +61,8 @@ def test_rules_of_the_hub(kernel, kernels_of_transformers, name):
     if name != "SwiGLUGateUp":  # transformers has no one name for its argument
         names = ["cache_params" if n == "cache" else n for n in theirs]  # a layer takes both names
         assert list(ours) == names
-
-
-@every_layer
-def test_kernels_accepts(kernel, kernels_of_transformers, name):
-    layer_module = pytest.importorskip("kernels.layer.layer")
-    layer_module._validate_layer(
-        check_cls=replaced(name), cls=getattr(kernel.layers, name), repo=name
-    )
+    validate = pytest.importorskip("kernels.layer.layer")._validate_layer
+    validate(check_cls=replaced(name), cls=layer, repo=name)
 
 
 class MLP(nn.Module):
@@ -145,6 +140,12 @@ ACTIVATIONS = {
 }
 
 
+def serving(device):
+    """By kernels of a GPU; on a CPU by the reference, where modules would be called."""
+    on_gpu = torch.device(device).type == "cuda"
+    return contextlib.nullcontext() if on_gpu else submodule("runtime.dispatch").force("reference")
+
+
 @on_every_device
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("fused", [False, True])
@@ -154,7 +155,8 @@ def test_mlp_is_what_was_made_of_it(kernel, device, change, fused):
     apply(mlp, {"gate_up": "gate_up_proj" if fused else "up_proj"}.get(part, part))
     mlp, x = mlp.to(device), torch.randn(2, 3, 16, device=device)
     layer = kernel.layers.SwiGLUGateUp if fused else kernel.layers.SwiGLUMLP
-    assert_close(layer.forward(mlp, x), mlp(x))
+    with serving(device):
+        assert_close(layer.forward(mlp, x), mlp(x))
 
 
 @on_every_device
@@ -165,7 +167,8 @@ def test_mlp_activations_and_gradients(kernel, device, name, bias):
     mlp = MLP(ACTIVATIONS[name](), bias).to(device)
     x = torch.randn(2, 3, 16, device=device, requires_grad=True)
     inputs = [x, *mlp.parameters()]
-    out, ref = kernel.layers.SwiGLUMLP.forward(mlp, x), mlp(x)
+    with serving(device):
+        out, ref = kernel.layers.SwiGLUMLP.forward(mlp, x), mlp(x)
     assert_close(out, ref)
     grads = [torch.autograd.grad(y.square().sum(), inputs) for y in (out, ref)]
     for got, expected in zip(*grads):
@@ -176,7 +179,7 @@ def test_mlp_activations_and_gradients(kernel, device, name, bias):
 def test_mlp_under_autocast(kernel, device):
     mlp = MLP(nn.SiLU()).to(device)
     x = torch.randn(4, 16, device=device)
-    with torch.autocast(device, dtype=torch.bfloat16):
+    with torch.autocast(device, dtype=torch.bfloat16), serving(device):
         out, ref = kernel.layers.SwiGLUMLP.forward(mlp, x), mlp(x)
     assert out.dtype == ref.dtype == torch.bfloat16
     assert_close(out, ref)

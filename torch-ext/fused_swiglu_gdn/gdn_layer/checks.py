@@ -143,7 +143,6 @@ def gated_delta_gate(a, A_log, dt_bias) -> None:
     has_last("a", a, "HV")
     is_floating("a", a)
     sizes = {"HV": a.shape[-1]}
-    for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
-        if x is None and name == "dt_bias":
-            continue
-        has_form(name, x, "HV", sizes, "a", a)
+    has_form("A_log", A_log, "HV", sizes, "a", a)
+    if dt_bias is not None:
+        has_form("dt_bias", dt_bias, "HV", sizes, "a", a)

@@ -130,13 +130,9 @@ def same_dtype(x: torch.Tensor, *weights: Optional[torch.Tensor]) -> bool:
     dtype = x.dtype
     for weight in weights:
         if weight is not None and weight.dtype is not dtype:
-            kind = x.device.type
-            return torch.is_autocast_enabled(kind) and _castable(weights)
+            castable = all([w is None or w.dtype in FLOATING for w in weights])
+            return castable and torch.is_autocast_enabled(x.device.type)
     return True
-
-
-def _castable(weights) -> bool:
-    return all([weight is None or weight.dtype in FLOATING for weight in weights])
 
 
 # -- torch as it was when this package was imported
