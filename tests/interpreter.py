@@ -1,6 +1,6 @@
 """Kernels on the CPU, in Triton's interpreter: a pytest session of its own, because Triton reads
-the setting when it is imported. A test file marks tests `@interpreted` and imports
-`test_in_the_interpreter`."""
+the setting when it is imported. A test file imports `test_in_the_interpreter`, and marks tests
+`@interpreted` or, where they run on a GPU as well, `@both_ways`."""
 
 import dataclasses
 import inspect
@@ -25,6 +25,9 @@ wherever_kernels_run = pytest.mark.parametrize(
         pytest.param("cuda", marks=[pytest.mark.gpu, compiled]),
     ],
 )
+# of a test of kernels: in the session of the interpreter it runs on the CPU, else on a GPU
+both_ways = interpreted if INTERPRETING else pytest.mark.gpu
+DEVICE = "cpu" if INTERPRETING else "cuda"
 # a process that has imported what takes long, from which each session is forked
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(

@@ -111,13 +111,14 @@ SIZES = plain.SIZES[5:]  # those with tiles of 128 rows
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", SIZES)
 def test_values(hopper, sizes):
-    plain.test_values(sizes, BF16)
+    for routing in plain.ROUTINGS:
+        plain.test_backward(sizes, routing, BF16)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", SIZES)
 def test_bits_repeat(hopper, sizes):
-    plain.test_bits_repeat(sizes)
+    plain.test_bits_repeat(sizes, {})
 
 
 @pytest.mark.gpu

@@ -1,5 +1,7 @@
 """The kernels of the routed experts against the reference in fp64, and what they promise."""
 
+import itertools
+
 import pytest
 import torch
 from conftest import TOLERANCE, assert_close, relative_error, submodule
@@ -14,7 +16,14 @@ from experts_problems import (
     problem,
     with_leaves,
 )
-from interpreter import INTERPRETING, compiled, interpreted, test_in_the_interpreter  # noqa: F401
+from interpreter import (  # noqa: F401
+    DEVICE,
+    INTERPRETING,
+    both_ways,
+    compiled,
+    interpreted,
+    test_in_the_interpreter,
+)
 
 NAMES = ("dx", "dw_gate_up", "dw_down", "dweights", "db_gate_up", "db_down")
 # Gate, up, z and y are rounded once each at most, and out once more
@@ -114,54 +123,79 @@ def check_routing(ids, E, height):
 
 
 # ids of one block; of several blocks that count for themselves; of many blocks that are counted
-@interpreted
+@both_ways
 @pytest.mark.parametrize("T, K, E", [(1, 1, 1), (20, 3, 9), (100, 4, 40), (1500, 2, 5)])
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_routing_interpreted(T, K, E, routing):
-    p = problem(T, K, E, 8, 8, routing=routing, index=torch.int32 if T % 2 else torch.int64)
+def test_routing(T, K, E, routing):
+    index = torch.int32 if T % 2 else torch.int64
+    p = problem(T, K, E, 8, 8, device=DEVICE, routing=routing, index=index)
     check_routing(p.ids, E, 16 if T < 1000 else 64)
 
 
-# few tokens; tiles of 16, 32 and 64 rows; widths that no block divides
-SMALL = [(3, 2, 12), (30, 2, 20), (40, 3, 7), (70, 2, 2)]
-# every routing with few tokens, and in tiles: of 16 and 64 rows the first two, of 32 the others
-MET = [(SMALL[0], r) for r in ROUTINGS] + [(SMALL[2], r) for r in ROUTINGS[2:]]
-MET += [(s, r) for s in (SMALL[1], SMALL[3]) for r in ROUTINGS[:2]]
-
-
-@interpreted
-@pytest.mark.parametrize("sizes, routing", MET)
-def test_forward_interpreted(sizes, routing):
-    check_forward(problem(*sizes, 72, 40, routing=routing))
-
-
+HALF, FP16 = torch.bfloat16, torch.float16
 GATES = [("silu", 0.3), ("gelu_tanh", None), ("relu", None), ("swigluoai", 0.9)]
+if INTERPRETING:
+    # few tokens; tiles of 16, 32 and 64 rows; widths that no block divides
+    HALF = torch.float32
+    SIZES = [(3, 2, 12, 72, 40), (30, 2, 20, 72, 40), (40, 3, 7, 72, 40), (70, 2, 2, 72, 40)]
+    # every routing with few tokens, and in tiles: of 16 and 64 rows the first two, of 32 the others
+    MET = [(SIZES[0], r, HALF) for r in ROUTINGS] + [(SIZES[2], r, HALF) for r in ROUTINGS[2:]]
+    MET += [(s, r, HALF) for s in (SIZES[1], SIZES[3]) for r in ROUTINGS[:2]]
+    MET += [(SIZES[2], "held elsewhere", FP16)]
+    TRAINED = [*MET[4:7], *MET[9:]]
+    GATED, LAID = [(3, 2, 12, 40, 24), (30, 2, 4, 40, 24)], [(12, 2, 8, 72, 40), SIZES[3]]
+else:
+    # decoding; tiles of 16, 32, 64 and 128 rows; ragged widths; one expert
+    SIZES = [
+        (1, 8, 64, 2048, 512), (7, 10, 32, 2048, 512), (5, 3, 40, 72, 40), (9, 2, 16, 2048, 768),
+        (100, 3, 7, 200, 136), (700, 8, 64, 2048, 512), (3000, 10, 64, 2048, 512),
+        (3000, 2, 8, 72, 200), (600, 1, 1, 256, 128), (1200, 2, 8, 4096, 1792),
+    ]  # fmt: skip
+    MET = TRAINED = list(itertools.product(SIZES, ROUTINGS, (HALF, FP16)))
+    GATED, LAID = [(T, 2, 8, 256, 128) for T in (3, 30, 3000)], SIZES
 
 
-@interpreted
+@both_ways
+@pytest.mark.parametrize("sizes, routing, dtype", MET)
+def test_forward(sizes, routing, dtype):
+    p = problem(*sizes, dtype, DEVICE, routing)
+    check_forward(p)
+    check_routing(p.ids, sizes[2], 64)
+
+
+@both_ways
+@pytest.mark.parametrize("sizes, routing, dtype", TRAINED)
+def test_backward(sizes, routing, dtype):
+    p = problem(*sizes, dtype, DEVICE, routing)
+    for recompute in (dtype == FP16,) if INTERPRETING else (False, True):
+        check_backward(p, recompute)
+
+
+@both_ways
+@pytest.mark.parametrize("sizes", GATED)
 @pytest.mark.parametrize("activation, limit", GATES)
-def test_gates_interpreted(activation, limit):
-    for T, E in ((3, 12), (30, 4)):
-        p = problem(T, 2, E, 40, 24, torch.float32, activation=activation, limit=limit)
-        check_forward(p)
+def test_gates(sizes, activation, limit):
+    p = problem(*sizes, HALF, DEVICE, activation=activation, limit=limit)
+    check_forward(p)
     check_backward(p)
 
 
-@interpreted
-@pytest.mark.parametrize("sizes, routing", [*MET[4:7], MET[9]])
-def test_backward_interpreted(sizes, routing):
-    check_backward(problem(*sizes, 72, 40, routing=routing))
+@both_ways
+@pytest.mark.parametrize("sizes", LAID)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: " ".join(layout))
+def test_layouts(sizes, layout):
+    """In fp16, of millions of numbers some lie so close to a clamp's limit that a sum in fp32 falls
+    on its other side: their gradients are whole, or zero, and show beside errors of fp16."""
+    other = HALF if "limit" in layout or INTERPRETING else FP16
+    for dtype, routing in ((HALF, "twice"), (other, "held elsewhere")):
+        p = problem(*sizes, dtype, DEVICE, routing, **layout)
+        check_forward(p)
+        check_backward(p)
+        check_backward(p, recompute=True)
 
 
 @interpreted
-def test_half_precision_interpreted():
-    p = problem(40, 3, 7, 72, 40, torch.float16, routing="held elsewhere")
-    check_forward(p)
-    check_backward(p, recompute=True)
-
-
-@interpreted
-def test_copy_engine_interpreted(monkeypatch):
+def test_copy_engine(monkeypatch):
     """Flat loops, stores by tensor map, and tiles of half the height."""
     tiles = {**module("experts").tiles_for(torch.device("cpu"), 150, 2, 2), "BLOCK_M": 128}
     tiles["weight"] = {**tiles["weight"], "FLAT": True, "STORE": True, "BLOCK_K": 16}
@@ -173,7 +207,7 @@ def test_copy_engine_interpreted(monkeypatch):
 
 @interpreted
 @pytest.mark.parametrize("needed", range(6))
-def test_one_gradient_alone_interpreted(needed):
+def test_one_gradient_alone(needed):
     p = problem(30, 2, 4, 40, 24, biased=needed > 3)
     dout = torch.randn_like(p.x)
     needs = [i == needed for i in range(6)]
@@ -183,19 +217,9 @@ def test_one_gradient_alone_interpreted(needed):
 
 
 @interpreted
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: " ".join(layout))
-def test_layouts_interpreted(layout):
-    for sizes, routing in MET[::9]:  # few tokens, and tiles
-        check_forward(problem(*sizes, 72, 40, routing=routing, **layout))
-    for routing in ("held elsewhere", "twice"):
-        p = problem(12, 2, 8, 72, 40, routing=routing, **layout)
-        check_backward(p, recompute=routing == "twice")
-
-
-@interpreted
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("spaced", [False, True])
-def test_main_grads_interpreted(turned, spaced):
+def test_main_grads(turned, spaced):
     p = problem(30, 2, 4, 40, 24, turned=turned)
     dout = torch.randn_like(p.x)
     mains = [torch.ones_like(w, dtype=torch.float32) for w in (p.w_gate_up, p.w_down)]
@@ -223,7 +247,7 @@ def test_infinite_rows_stay_with_their_expert():
 
 
 @interpreted
-def test_no_tokens_interpreted():
+def test_no_tokens():
     p = problem(0, 2, 3, 16, 8)
     assert check_forward(p) is None
     found = backward(p, p.x)[1]
@@ -247,49 +271,6 @@ def test_what_is_served():
     assert not supports(p._replace(b_down=p.x.new_zeros(4, 32)[:, ::2]))
     assert not supports(p._replace(weights=p.weights.double()))
     assert supports(p._replace(x=p.x.t().contiguous().t()))  # is copied
-
-
-# decoding; tiles of 16, 32, 64 and 128 rows; ragged widths; one expert
-SIZES = [
-    (1, 8, 64, 2048, 512), (7, 10, 32, 2048, 512), (5, 3, 40, 72, 40), (9, 2, 16, 2048, 768),
-    (100, 3, 7, 200, 136), (700, 8, 64, 2048, 512), (3000, 10, 64, 2048, 512),
-    (3000, 2, 8, 72, 200), (600, 1, 1, 256, 128), (1200, 2, 8, 4096, 1792),
-]  # fmt: skip
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_values(sizes, dtype):
-    for routing in ROUTINGS:
-        p = problem(*sizes, dtype, "cuda", routing)
-        check_forward(p)
-        check_backward(p)
-        check_backward(p, recompute=True)
-        check_routing(p.ids, sizes[2], 64)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: " ".join(layout))
-def test_layouts(sizes, layout):
-    """In fp16, of millions of numbers some lie so close to a clamp's limit that a sum in fp32 falls
-    on its other side: their gradients are whole, or zero, and show beside errors of fp16."""
-    other = torch.bfloat16 if "limit" in layout else torch.float16
-    for dtype, routing in ((torch.bfloat16, "random"), (other, "held elsewhere")):
-        p = problem(*sizes, dtype, "cuda", routing, **layout)
-        check_forward(p)
-        check_backward(p)
-        check_backward(p, recompute=True)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("activation, limit", GATES)
-def test_gates(activation, limit):
-    for T in (3, 30, 3000):
-        p = problem(T, 2, 8, 256, 128, torch.bfloat16, "cuda", activation=activation, limit=limit)
-        check_forward(p)
-        check_backward(p)
 
 
 @pytest.mark.gpu
@@ -320,18 +301,10 @@ def test_errors_are_no_larger_than_transformers(sizes, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", SIZES)
-def test_bits_repeat(sizes):
+@pytest.mark.parametrize("layout", [{}, LAYOUTS[0]], ids=["plain", "gpt-oss"])
+def test_bits_repeat(sizes, layout):
     routing = "held elsewhere" if sizes[0] > 8 else "random"
-    check_repeats(problem(*sizes, torch.bfloat16, "cuda", routing))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("sizes", SIZES)
-def test_bits_repeat_in_the_layout_of_gpt_oss(sizes):
-    check_repeats(problem(*sizes, torch.bfloat16, "cuda", "twice", **LAYOUTS[0]))
-
-
-def check_repeats(p):
+    p = problem(*sizes, torch.bfloat16, "cuda", routing, **layout)
     dout = torch.randn_like(p.x)
     first = (forward(p), *backward(p, dout)[1])
     for _ in range(3):

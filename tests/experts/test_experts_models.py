@@ -29,6 +29,11 @@ def model_of(name="qwen3_5_moe_text", **changes):
     return model
 
 
+def routed():
+    """x [6, 32], ids and weights [6, 2] of four experts."""
+    return torch.randn(6, 32), torch.tensor([[0, 2], [1, 3], [3, 1]] * 2), torch.rand(6, 2)
+
+
 def modules(model):
     return [m for m in model.modules() if experts.is_experts(m)]
 
@@ -220,11 +225,7 @@ def test_the_gate_of_minimax(everywhere):
     module = modeling.MiniMaxM3VLExperts(config)
     for weight in module.parameters():
         torch.nn.init.normal_(weight)  # gates on both sides of the clamp
-    x, ids, weights = (
-        torch.randn(6, 32),
-        torch.tensor([[0, 2], [1, 3], [3, 1]] * 2),
-        torch.rand(6, 2),
-    )
+    x, ids, weights = routed()
     with torch.no_grad():
         found, expected = experts.experts_forward(module, x, ids, weights), module(x, ids, weights)
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
@@ -244,8 +245,7 @@ def transposed(folder, kind, config, **sizes):
     module = getattr(modeling, kind)(config)
     for weight in module.parameters():
         torch.nn.init.normal_(weight)  # gates on both sides of the clamp
-    args = (torch.randn(6, 32), torch.tensor([[0, 2], [1, 3], [3, 1]] * 2), torch.rand(6, 2))
-    return module, args
+    return module, routed()
 
 
 TRANSPOSED = [
@@ -337,8 +337,7 @@ def test_a_gate_that_is_replaced_after_kernelize(everywhere, monkeypatch, of):
         monkeypatch.setattr(type(one), "_apply_gate", lambda self, gate_up: gate(gate_up))
     else:
         one._apply_gate = gate
-    x = torch.randn(6, one.down_proj.shape[1])
-    args = x, torch.tensor([[0, 2], [1, 3], [3, 1]] * 2), torch.rand(6, 2)
+    args = routed()
     with torch.no_grad():
         assert torch.equal(one(*args), moe.grouped_mm_experts_forward(one, *args))
 
@@ -368,8 +367,8 @@ def test_generates(everywhere):
 def test_compiles_in_one_graph(everywhere):
     module = modules(model_of())[0]
     module.config._experts_implementation_internal = experts.register_experts()
-    x = torch.randn(6, 32, requires_grad=True)
-    ids, weights = torch.tensor([[0, 2]] * 6), torch.rand(6, 2)
+    x, ids, weights = routed()
+    x.requires_grad_()
     torch._dynamo.reset()
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     assert torch.allclose(compiled(x, ids, weights), module(x, ids, weights), atol=1e-6)
@@ -419,11 +418,7 @@ def test_local_width_under_tensor_parallelism(everywhere):
     module = modules(model_of())[0]
     gate, up = module.gate_up_proj.data.chunk(2, dim=1)
     parts = []
-    x, ids, weights = (
-        torch.randn(6, 32),
-        torch.tensor([[0, 2], [1, 3], [3, 1]] * 2),
-        torch.rand(6, 2),
-    )
+    x, ids, weights = routed()
     whole = moe.grouped_mm_experts_forward(module, x, ids, weights)
     for part in (slice(0, 8), slice(8, 16)):
         local = copy.deepcopy(module)

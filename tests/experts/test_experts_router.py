@@ -6,20 +6,28 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import assert_close, prepared, relative_error, submodule
-from interpreter import INTERPRETING, compiled, interpreted, test_in_the_interpreter  # noqa: F401
+from interpreter import INTERPRETING, compiled, test_in_the_interpreter  # noqa: F401
 from tiny_models import check_the_same, random_model, serve_blocks, tokens
 
 reference, ops_shared = submodule("experts.reference"), submodule("experts.ops_shared")
 calls = submodule("experts.call")
 TopkOptions, TOPK = calls.TopkOptions, "experts.portable.topk"
 blocks = submodule("models.moe_blocks")
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DEVICES = ["cpu"] if INTERPRETING else ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+# The interpreter rounds to bf16 in its own way
+DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETING else [torch.bfloat16])
 OPTIONS = [
     {}, {"renormalize": False}, {"scoring": "sigmoid", "scale": 2.5},
     {"scoring": "sigmoid", "renormalize": False}, {"scoring": "sigmoid", "bias": True},
     {"bias": True, "dtype": torch.float32},
 ]  # fmt: skip
 SIZES = [(1, 4, 1), (5, 7, 7), (33, 60, 4), (9, 256, 8), (4, 512, 10), (3, 1000, 16)]
+
+
+@pytest.fixture(autouse=True)
+def kernels_in_the_interpreter(request):
+    if INTERPRETING:
+        request.getfixturevalue("by_portable")
 
 
 def problem(T, E, K, kind=torch.float32, device="cpu", bias=False, **options):
@@ -57,11 +65,6 @@ def shared_bwd(*tensors):
     return prepared("experts.portable.shared", "shared_bwd", calls.SharedGradient, *tensors)
 
 
-def by_kernel(logits, top_k, bias, scoring="softmax", renormalize=True, scale=1.0, dtype=None):
-    options = TopkOptions(top_k, scoring, renormalize, scale, dtype or logits.dtype)
-    return prepared(TOPK, "topk_fwd", calls.Topk, logits, bias, *options)
-
-
 def distinct(logits):
     """No two logits of a token are equal, whatever they were rounded to."""
     order = logits.float().argsort(-1).argsort(-1).to(logits.dtype)
@@ -82,21 +85,12 @@ def check(function, T, E, K, kind, device, **options):
     assert torch.equal(ids, again[1])
 
 
-@compiled
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_values(kernel, device, dtype, options):
     for sizes in SIZES:
         check(kernel.fused_topk, *sizes, dtype, device, **options)
-
-
-@interpreted
-@pytest.mark.parametrize("options", OPTIONS)
-def test_values_interpreted(options):
-    for sizes in SIZES:
-        check(by_kernel, *sizes, torch.float32, "cpu", **options)
-    check(by_kernel, 9, 40, 3, torch.float16, "cpu", **options)
 
 
 INF, NAN = float("inf"), float("nan")
@@ -110,28 +104,19 @@ TIES = [
 ]
 
 
-def check_ties(function, device):
+@pytest.mark.parametrize("device", DEVICES)
+def test_ties(kernel, device):
     logits, expected = (torch.tensor(list(part), device=device) for part in zip(*TIES))
-    weights, ids = function(logits, 3, bias=None)
+    weights, ids = kernel.fused_topk(logits, 3)
     assert torch.equal(ids, expected)
     assert weights[4].isnan().all() and weights[[0, 1, 2, 3, 5]].isfinite().all()
     assert_close(weights[2], torch.tensor([1.0, 0.0, 0.0]).to(weights) * weights[2, 0] +
                  torch.tensor([0.0, 1.0, 0.0]).to(weights) * weights[2, 1])  # fmt: skip
 
 
-@compiled
-@pytest.mark.parametrize("device", DEVICES)
-def test_ties(kernel, device):
-    check_ties(kernel.fused_topk, device)
-
-
-@interpreted
-def test_ties_interpreted():
-    check_ties(by_kernel, "cpu")
-
-
-def check_gradients(function, T, E, K, kind, device, **options):
-    """function(dweights, logits, ids, options) against torch in fp64."""
+def check_gradients(T, E, K, kind, device, **options):
+    """By the reference on a CPU, by the kernels elsewhere, against torch in fp64."""
+    function = topk_bwd if INTERPRETING or device == "cuda" else reference.topk_bwd
     logits, K, options = problem(T, E, K, kind, device, **options)
     wide = logits.double().requires_grad_()
     weights, ids = by_torch(wide, K, **options)
@@ -144,26 +129,12 @@ def check_gradients(function, T, E, K, kind, device, **options):
         assert relative_error(found, exact) < {torch.float32: 1e-5}.get(kind, 4e-3)
 
 
-@compiled
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", OPTIONS)
-def test_reference_gradients(options):
+def test_gradients(options, dtype, device):
     for sizes in SIZES:
-        check_gradients(reference.topk_bwd, *sizes, torch.float32, "cpu", **options)
-
-
-@interpreted
-@pytest.mark.parametrize("options", OPTIONS)
-def test_gradients_interpreted(options):
-    for sizes in SIZES:
-        check_gradients(topk_bwd, *sizes, torch.float32, "cpu", **options)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients(options, dtype):
-    for sizes in SIZES:
-        check_gradients(topk_bwd, *sizes, dtype, "cuda", **options)
+        check_gradients(*sizes, dtype, device, **options)
 
 
 @compiled
@@ -216,7 +187,13 @@ def shared_problem(T, H, dtype, device="cpu"):
     return (*rows[:3], w_gate), rows[3]
 
 
-def check_shared(forward, backward, T, H, dtype, device="cpu"):
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("T, H", [(1, 8), (3, 200), (2, 5000), (70, 2048)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_shared(T, H, dtype, device):
+    forward, backward = reference.shared_fwd, reference.shared_bwd
+    if INTERPRETING or device == "cuda":
+        forward, backward = shared_fwd, shared_bwd
     args, dout = shared_problem(T, H, dtype, device)
     wide = [t.double().requires_grad_() for t in args]
     routed, shared, x, w_gate = wide
@@ -230,24 +207,9 @@ def check_shared(forward, backward, T, H, dtype, device="cpu"):
         assert mine.dtype == dtype and relative_error(mine, right) < limit
 
 
-@interpreted
-@pytest.mark.parametrize("T, H", [(1, 8), (3, 200), (2, 5000)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_shared_interpreted(T, H, dtype):
-    check_shared(shared_fwd, shared_bwd, T, H, dtype)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("T, H", [(1, 8), (3, 200), (2, 5000), (700, 2048)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_shared(T, H, dtype):
-    check_shared(shared_fwd, shared_bwd, T, H, dtype, "cuda")
-
-
 @compiled
 @pytest.mark.parametrize("device", DEVICES)
 def test_shared_autograd(device):
-    check_shared(reference.shared_fwd, reference.shared_bwd, 5, 24, torch.float32, device)
     args, dout = shared_problem(5, 24, torch.float32, device)
     leaves = [t.requires_grad_() for t in args]
     found = torch.autograd.grad(ops_shared.add_shared(*leaves), leaves, dout)

@@ -5,7 +5,14 @@ import functools
 import pytest
 import torch
 from conftest import assert_close, prepared, relative_error, submodule
-from interpreter import INTERPRETING, compiled, interpreted, test_in_the_interpreter  # noqa: F401
+from interpreter import (  # noqa: F401
+    DEVICE,
+    INTERPRETING,
+    both_ways,
+    compiled,
+    interpreted,
+    test_in_the_interpreter,
+)
 
 reference = submodule("swiglu.reference")
 
@@ -33,7 +40,7 @@ def weights(N, K, dtype, layout, device):
     return wf[:, :N].t(), wf[:, N:].t()
 
 
-def inputs(M, N, K, dtype, layout="separate", bias=False, device="cuda", seed=0):
+def inputs(M, N, K, dtype, layout="separate", bias=False, device=DEVICE, seed=0):
     """x with a row stride of its own, weights and biases: arguments of swiglu_fwd but the last."""
     torch.manual_seed(seed)
     x = torch.randn(M, K + 8, device=device, dtype=dtype)[:, :K]
@@ -67,35 +74,38 @@ def serve(implementation):
 
 
 # one row; less than a tile; one tile; several tiles with ragged edges, K below and above a block
-SMALL_SIZES = [(1, 5, 7), (3, 40, 33), (16, 32, 64), (70, 100, 72)]
+SIZES = [(1, 3072, 1024), (3, 77, 133), (17, 100, 70), (64, 1024, 512), (130, 129, 131)]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+if INTERPRETING:
+    SIZES, DTYPES = [(1, 5, 7), (3, 40, 33), (16, 32, 64), (70, 100, 72)], DTYPES[1:]
 
 
-@interpreted
-@pytest.mark.parametrize("M, N, K", SMALL_SIZES)
+@pytest.mark.kernels_ci
+@both_ways
+@pytest.mark.parametrize("M, N, K", SIZES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_portable_values_interpreted(M, N, K, layout, dtype):
-    run = serve("portable")
-    check(run, inputs(M, N, K, dtype, layout, device="cpu"), "silu")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_portable_values(M, N, K, layout, dtype):
+    check(serve("portable"), inputs(M, N, K, dtype, layout), "silu")
 
 
 @interpreted
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_portable_activations_and_bias_interpreted(activation):
-    check(serve("portable"), inputs(5, 40, 24, torch.float32, bias=True, device="cpu"), activation)
+def test_portable_activations_and_bias(activation):
+    check(serve("portable"), inputs(5, 40, 24, torch.float32, bias=True), activation)
 
 
-@interpreted
+@both_ways
 @pytest.mark.parametrize("M, N, K", [(0, 4, 8), (2, 0, 8)])
-def test_portable_empty_interpreted(M, N, K):
-    z = serve("portable")(*inputs(M, N, K, torch.float32, device="cpu"), "silu")
+def test_portable_empty(M, N, K):
+    z = serve("portable")(*inputs(M, N, K, torch.float32), "silu")
     assert z.shape == (M, N)
 
 
-@interpreted
-def test_portable_unequal_and_far_strides_interpreted():
-    x, w_gate, w_up, _, _ = inputs(3, 6, 10, torch.float32, device="cpu")
-    far = torch.zeros(1).as_strided((1, 10), (2**24, 0))  # a row stride beyond 32-bit offsets
+@both_ways
+def test_portable_unequal_and_far_strides():
+    x, w_gate, w_up, _, _ = inputs(3, 6, 10, DTYPES[-1] if INTERPRETING else DTYPES[0])
+    far = x.new_zeros(1).as_strided((1, 10), (2**24, 0))  # a row stride beyond 32-bit offsets
     run = serve("portable")
     check(run, (x, w_gate, w_up.t().contiguous().t(), None, None), "silu")
     check(run, (far, w_gate, w_up, None, None), "relu")
@@ -103,7 +113,6 @@ def test_portable_unequal_and_far_strides_interpreted():
 
 # hopper serves more rows than portable's small tiles; whole tiles, ragged M, N and K, many waves
 LARGE_SIZES = [(512, 4352, 256), (200, 136, 72), (77, 264, 1000), (65, 8, 8), (1000, 2240, 136)]
-ANY_SIZES = [(1, 3072, 1024), (3, 77, 133), (17, 100, 70), (64, 1024, 512), (130, 129, 131)]
 
 
 @pytest.mark.gpu
@@ -113,15 +122,6 @@ ANY_SIZES = [(1, 3072, 1024), (3, 77, 133), (17, 100, 70), (64, 1024, 512), (130
 @pytest.mark.parametrize("implementation", ["hopper", "portable"])
 def test_values(implementation, M, N, K, layout, dtype):
     check(serve(implementation), inputs(M, N, K, dtype, layout), "silu")
-
-
-@pytest.mark.kernels_ci
-@pytest.mark.gpu
-@pytest.mark.parametrize("M, N, K", ANY_SIZES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_portable_values(M, N, K, layout, dtype):
-    check(serve("portable"), inputs(M, N, K, dtype, layout), "silu")
 
 
 @pytest.mark.kernels_ci

@@ -95,6 +95,15 @@ def grouped_tile(tile, tiles_m, tiles_n, group):
 
 
 @triton.jit
+def after_predecessor(PDL: tl.constexpr):
+    """If PDL, waits until all is there that the launch before this one writes, and lets the next
+    one begin."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def either(first, first_ptr, second_ptr, NUMBERS: tl.constexpr):
     """first_ptr if `first` is true, else second_ptr.
 

@@ -23,12 +23,18 @@ def _projections(x, w_gate, w_up, b_gate, b_up, activation) -> None:
     has_last("x", x, "K")
     is_floating("x", x)
     sizes = {"K": x.shape[-1]}
-    has_shape("w_gate", w_gate, "N K", sizes)
-    has_shape("w_up", w_up, "N K", sizes)
-    _biases((("b_gate", b_gate), ("b_up", b_up)), "N", sizes)
-    for name, y in (("w_gate", w_gate), ("w_up", w_up), ("b_gate", b_gate), ("b_up", b_up)):
-        agrees(name, y, "x", x)
+    _linear("w_gate", w_gate, "N K", "b_gate", b_gate, sizes, x)
+    _linear("w_up", w_up, "N K", "b_up", b_up, sizes, x)
     is_one_of("activation", activation, OF_SWIGLU)
+
+
+def _linear(name, weight, dims, bias_name, bias, sizes, x) -> None:
+    """Checks weight and bias of one product; dims of the weight: those of its rows first."""
+    has_shape(name, weight, dims, sizes)
+    agrees(name, weight, "x", x)
+    if bias is not None:
+        has_shape(bias_name, bias, dims.split()[0], sizes)
+        agrees(bias_name, bias, "x", x)
 
 
 def _named(activation: str) -> str:
@@ -44,11 +50,7 @@ def fused_swiglu_mlp(call: SwigluMlp) -> SwigluMlp:
     x, w_gate, w_up, w_down, b_gate, b_up, b_down, (activation, *modes) = call
     _projections(x, w_gate, w_up, b_gate, b_up, activation)
     modes = _training_modes(*modes)
-    sizes = {"N": w_gate.shape[0]}
-    has_shape("w_down", w_down, "O N", sizes)
-    _biases((("b_down", b_down),), "O", sizes)
-    agrees("w_down", w_down, "x", x)
-    agrees("b_down", b_down, "x", x)
+    _linear("w_down", w_down, "O N", "b_down", b_down, {"N": w_gate.shape[0]}, x)
     return SwigluMlp(*tensors_in(call), MlpOptions(_named(activation), *modes))
 
 
@@ -60,12 +62,6 @@ def silu_mul(call: SiluMul) -> SiluMul:
     agrees("up", up, "gate", gate)
     is_one_of("activation", activation, OF_SWIGLU)
     return SiluMul(gate, up, SwigluOptions(_named(activation)))
-
-
-def _biases(named, dim: str, sizes) -> None:
-    for name, bias in named:
-        if bias is not None:
-            has_shape(name, bias, dim, sizes)
 
 
 def _training_modes(recompute: bool, keep_z: bool, main_grad: bool) -> tuple:

@@ -19,6 +19,7 @@ from ...runtime.cache import keep
 from ...runtime.dtypes import HALF
 from ...runtime.launch import Launch, kind_of, named
 from ...runtime.operation import contiguous_like, on_copies
+from ...runtime.primitives import after_predecessor
 from ...runtime.sizes import next_power_of_2
 from ..call import KvCacheAttention
 
@@ -159,9 +160,7 @@ def _combine_kernel(
     made = (offs_s < SPLITS) & (offs_s * size < length)
     rows = B.to(tl.int64) * (HQ * SPLITS)
     at = row * SPLITS + offs_s
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    after_predecessor(PDL)
     top = tl.load(parts_ptr + rows * D + at, mask=made, other=float("-inf"))
     total = tl.load(parts_ptr + rows * (D + 1) + at, mask=made, other=0.0)
     acc = tl.load(

@@ -208,7 +208,7 @@ def turn_steps(cos: Optional[torch.Tensor], B: int) -> Tuple[int, int]:
     return (cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1))
 
 
-def are_dense(cos: Optional[torch.Tensor], sin: Optional[torch.Tensor]) -> bool:
+def _are_dense(cos: Optional[torch.Tensor], sin: Optional[torch.Tensor]) -> bool:
     """True if the angles of a token are contiguous and both tables have the same layout."""
     return cos is None or (
         cos.stride() == sin.stride()
@@ -217,25 +217,28 @@ def are_dense(cos: Optional[torch.Tensor], sin: Optional[torch.Tensor]) -> bool:
     )
 
 
-def _is_dense(call: QkNormRope) -> bool:
-    rows = (call.q, call.k, call.v, call.q_weight, call.k_weight)
-    return all(x is None or x.stride(-1) == 1 for x in rows) and are_dense(call.cos, call.sin)
+def on_dense_rows(prepare: Callable, call, place: int) -> Optional[Callable]:
+    """prepare(call) where some of the call's tensors have no contiguous last dimension, or cos and
+    sin, at `place` and behind it, have two layouts; else None."""
 
+    def copied(*tensors):
+        found = [dense(x) if x is None or x.ndim else x for x in tensors]
+        if not _are_dense(*tensors[place : place + 2]):
+            found[place : place + 2] = [x.contiguous() for x in tensors[place : place + 2]]
+        return found
 
-def _copied(q, k, cos, sin, q_weight, k_weight, v, *rest) -> tuple:
-    """The tensors of a call with dense last dimensions."""
-    if not are_dense(cos, sin):
-        cos, sin = cos.contiguous(), sin.contiguous()
-    weights = [x if x is None else x.contiguous() for x in (q_weight, k_weight)]
-    return dense(q), dense(k), cos, sin, *weights, dense(v), *rest
+    if all([a is b for a, b in zip(copied(*call.tensors), call.tensors)]):
+        return None
+    return on_copies(prepare, call, copied)
 
 
 def prepare_qk_norm_rope_fwd(call: QkNormRope) -> Optional[Callable]:
     """A function of the call's tensors -> (q [B, T, HQ, D], k [B, T, HK, D]): one launch."""
     if not takes(call):
         return None
-    if not _is_dense(call):
-        return on_copies(prepare_qk_norm_rope_fwd, call, _copied)
+    on_copy = on_dense_rows(prepare_qk_norm_rope_fwd, call, 2)
+    if on_copy is not None:
+        return on_copy
     q, k, v, options = call.q, call.k, call.v, call.options
     (B, T, HQ, D), HK = q.shape, k.shape[2]
     DV = 0 if v is None else v.shape[3]

@@ -16,8 +16,7 @@ import triton.language as tl
 
 from ...runtime.dtypes import served
 from ...runtime.launch import Launch, named, steps
-from ...runtime.operation import contiguous_like, on_copies
-from ...runtime.ops import dense
+from ...runtime.operation import contiguous_like
 from ..call import QkGradient, QkNormRope
 from .heads import (
     load_heads,
@@ -27,7 +26,7 @@ from .heads import (
     rms_reciprocal,
     store_heads,
 )
-from .rotary import are_dense, head_tiles, parts_of, settings, takes, turn_steps
+from .rotary import head_tiles, on_dense_rows, parts_of, settings, takes, turn_steps
 
 
 @triton.jit
@@ -150,14 +149,6 @@ def _qk_norm_rope_bwd_kernel(
         )  # fmt: skip
 
 
-def _copied(dq, dk, q, k, cos, sin, *weights) -> tuple:
-    """The tensors of a call with dense last dimensions."""
-    if not are_dense(cos, sin):
-        cos, sin = cos.contiguous(), sin.contiguous()
-    weights = [x if x is None else x.contiguous() for x in weights]
-    return *[dense(x) for x in (dq, dk, q, k)], cos, sin, *weights
-
-
 def prepare_qk_norm_rope_bwd(call: QkGradient) -> Optional[Callable]:
     """A function of the call's tensors -> the gradients of q, k and the weights: one launch, and a
     sum over programs for each weight."""
@@ -166,8 +157,9 @@ def prepare_qk_norm_rope_bwd(call: QkGradient) -> Optional[Callable]:
     like = QkNormRope(dq, dk, cos, sin, q_weight, k_weight, *none, options)
     if not served(q, k) or not takes(like):
         return None
-    if any([a is not b for a, b in zip(_copied(*call.tensors), call.tensors)]):
-        return on_copies(prepare_qk_norm_rope_bwd, call, _copied)
+    on_copy = on_dense_rows(prepare_qk_norm_rope_bwd, call, 4)
+    if on_copy is not None:
+        return on_copy
     (B, T, HQ, D), HK, whole = dq.shape, dk.shape[2], options.whole
     parts = parts_of(D, cos, options.interleaved)
     config = settings("portable_qk_norm_rope_bwd", dq, parts["U"], whole)

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from ...fp8.call import BLOCK
 from ...fp8.portable.quantise import codes_of, scale_of
-from ...runtime.primitives import activate, grouped_tile
+from ...runtime.primitives import activate, after_predecessor, grouped_tile
 from ..portable.routing import entry_of_row, place_of, tile_at
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -76,9 +76,7 @@ def up_kernel(
 ):
     """z = silu(x Wg^T) * (x Wu^T) of a tile [HEIGHT, 128], rounded to bf16 as often as torch's
     operations are, quantised."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    after_predecessor(PDL)
     steps: tl.constexpr = H // _BLOCK
     tiles_n: tl.constexpr = I // _BLOCK
     tiles_m = S if routing_ptr is None else tl.load(routing_ptr)
@@ -137,9 +135,7 @@ def down_kernel(
     PDL: tl.constexpr,
 ):
     """y = z Wd^T of a tile [HEIGHT, 128]."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    after_predecessor(PDL)
     steps: tl.constexpr = I // _BLOCK
     tiles_n: tl.constexpr = H // _BLOCK
     tiles_m = S if routing_ptr is None else tl.load(routing_ptr)

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ...runtime.primitives import after_predecessor
 from .launching import launch
 from .routing import Routing, place_of_entry
 
@@ -30,9 +31,7 @@ def _combine_kernel(
 ):
     """out[t] = sum_k w[t, k] (y[its place] + b[its expert]) for BLOCK columns: k in order, fp32,
     rounded once."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    after_predecessor(PDL)
     columns: tl.constexpr = (H + BLOCK - 1) // BLOCK
     token = (tl.program_id(0) // columns).to(tl.int64)
     offs = (tl.program_id(0) % columns) * BLOCK + tl.arange(0, BLOCK)

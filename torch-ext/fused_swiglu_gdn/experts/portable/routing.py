@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ...runtime.primitives import after_predecessor
 from ..call import routing_size
 from .launching import launch
 
@@ -130,9 +131,7 @@ def _count_kernel(
     PDL: tl.constexpr,
 ):
     """counts[block, e]: number of entries of a block that go to expert e."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    after_predecessor(PDL)
     block = tl.program_id(0)
     ids = _experts_at(ids_ptr, block * BLOCK + tl.arange(0, BLOCK), S, E)
     counts = _histogram(ids, E, EXPERTS)
@@ -150,9 +149,7 @@ def _scan_kernel(
 ):
     """Replaces counts[block, e] by the sum over all earlier blocks; the last row gets the
     totals."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    after_predecessor(PDL)
     e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     total = tl.zeros((BLOCK_E,), tl.int32)
     for first in range(0, blocks, BLOCK_B):
@@ -184,9 +181,7 @@ def _place_kernel(
 
     The entry whose row is the first of a tile writes the tile.
     """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    after_predecessor(PDL)
     block = tl.program_id(0)
     offs = block * BLOCK + tl.arange(0, BLOCK)
     ids = _experts_at(ids_ptr, offs, S, E)  # [BLOCK]

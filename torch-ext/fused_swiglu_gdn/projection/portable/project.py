@@ -22,6 +22,7 @@ from ...runtime.dtypes import HALF
 from ...runtime.launch import Launch
 from ...runtime.operation import on_copies
 from ...runtime.ops import rows_of
+from ...runtime.primitives import after_predecessor
 from ...runtime.sizes import cdiv, next_power_of_2
 from ..call import MAX_TOKENS, MAX_WEIGHTS, Project, TokenMlp, products
 from .token import gated_token_kernel, project_token_kernel, weight_of
@@ -91,9 +92,7 @@ def _project_few_kernel(
 ):
     """y = x [W_0; W_1; ...]^T; a program makes columns [BLOCK_M, BLOCK_N] of one weight and split
     of K."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    after_predecessor(PDL)
     tile, w_ptr, rows, column = weight_of(
         tl.program_id(0), w0_ptr, w1_ptr, w2_ptr, w3_ptr, w4_ptr, w5_ptr, rows0, rows1, rows2,
         rows3, rows4, rows5, BLOCK_N,
@@ -137,9 +136,7 @@ def add_parts_kernel(
     PDL: tl.constexpr,  # as above
 ):
     """y = sum of the parts in order, rounded; with `added`, that and y, rounded again."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    after_predecessor(PDL)
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     y = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(PARTS):

@@ -8,7 +8,7 @@ multiplied.
 import triton
 import triton.language as tl
 
-from ...runtime.primitives import activate, either
+from ...runtime.primitives import activate, after_predecessor, either
 
 
 @triton.jit
@@ -86,9 +86,7 @@ def project_token_kernel(
     PDL: tl.constexpr,  # this launch may begin before the last one has ended, the next one likewise
 ):
     """y = [W_0; W_1; ...] x; a program makes BLOCK_N numbers, from rows of one weight."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    after_predecessor(PDL)
     tile, w_ptr, rows, column = weight_of(
         tl.program_id(0), w0_ptr, w1_ptr, w2_ptr, w3_ptr, w4_ptr, w5_ptr, rows0, rows1, rows2,
         rows3, rows4, rows5, BLOCK_N,
@@ -117,9 +115,7 @@ def gated_token_kernel(
 
     Rows of both weights are interleaved, so that a thread holds the two of a pair side by side.
     """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    after_predecessor(PDL)
     pair = tl.arange(0, 2 * BLOCK_N)
     row = tl.minimum(tl.program_id(0) * BLOCK_N + pair // 2, N - 1).to(tl.int64)
     w_ptr = either(pair % 2 == 0, w_gate_ptr, w_up_ptr, AMD)
