@@ -19,6 +19,7 @@ import copy
 import importlib.util
 import json
 import statistics
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Callable, Dict, List
@@ -154,32 +155,38 @@ def logits_of(model, ids: torch.Tensor) -> torch.Tensor:
     return model(ids.to(model.device), use_cache=False).logits.float()
 
 
+def distance(got: torch.Tensor, exact: torch.Tensor) -> Dict[str, float]:
+    """How far logits [tokens, words] are from the exact ones: sums over the tokens."""
+    log_p, log_q = exact.log_softmax(-1), got.log_softmax(-1)
+    return {
+        "kl": F.kl_div(log_q, log_p, reduction="sum", log_target=True).item(),
+        "error": (got - exact).double().square().sum().item(),
+        "norm": exact.double().square().sum().item(),
+        "same": (got.argmax(-1) == exact.argmax(-1)).sum().item(),
+    }
+
+
+def means(sums: Dict[str, float], tokens: int) -> Dict[str, float]:
+    norm = sums.pop("norm", 1.0)
+    return {n: (x / norm) ** 0.5 if n == "error" else x / tokens for n, x in sums.items()}
+
+
 @torch.no_grad()
 def likelihood(run: Run) -> None:
     """Nats a token on the whole text, and how far two models in bf16 are from the one in fp32."""
-    exact = run.model(torch.float32)
-    others = {"transformers": run.model(), "ours": run.model(ours=True)}
-    others["ours, fp32"] = run.model(torch.float32, ours=True)
-    sums = {way: dict.fromkeys(("nats", "kl", "error", "same"), 0.0) for way in others}
-    sums = {"transformers, fp32": {"nats": 0.0}, **sums}
-    count, norm = 0, 0.0
+    models = {"transformers, fp32": run.model(torch.float32), "transformers": run.model()}
+    models["ours"] = run.model(ours=True)
+    models["ours, fp32"] = run.model(torch.float32, ours=True)
+    sums, count = {way: Counter() for way in models}, 0
     for rows in run.windows(run.text):
         ids, targets = rows[:, :-1], rows[:, 1:].flatten().to(run.device)
-        want = logits_of(exact, ids).flatten(0, 1)
-        log_p = want.log_softmax(-1)
-        sums["transformers, fp32"]["nats"] += F.nll_loss(log_p, targets, reduction="sum").item()
-        norm += want.double().square().sum().item()
+        logits = {way: logits_of(model, ids).flatten(0, 1) for way, model in models.items()}
         count += len(targets)
-        for way, model in others.items():
-            got = logits_of(model, ids).flatten(0, 1)
-            log_q, found = got.log_softmax(-1), sums[way]
-            found["nats"] += F.nll_loss(log_q, targets, reduction="sum").item()
-            found["kl"] += F.kl_div(log_q, log_p, reduction="sum", log_target=True).item()
-            found["error"] += (got - want).double().square().sum().item()
-            found["same"] += (got.argmax(-1) == want.argmax(-1)).sum().item()
-    for found in sums.values():
-        for name in found:
-            found[name] = (found[name] / norm) ** 0.5 if name == "error" else found[name] / count
+        for way, got in logits.items():
+            sums[way]["nats"] += F.cross_entropy(got, targets, reduction="sum").item()
+            if way != "transformers, fp32":
+                sums[way].update(distance(got, logits["transformers, fp32"]))
+    sums = {way: means(found, count) for way, found in sums.items()}
     run.record["likelihood"] = sums
     print(sums, flush=True)
 
@@ -237,21 +244,14 @@ def decoding(run: Run) -> None:
     prompts = [torch.tensor([run.words.question(q)], device=run.device) for q in QUESTIONS]
     found = {}
     for way, (kind, cache) in WAYS.items():
-        model, sums = run.model(**kind), dict.fromkeys(("kl", "error", "norm", "same"), 0.0)
-        count = 0
+        model, sums, count = run.model(**kind), Counter(), 0
         for ids in prompts:
             how = {**cache, "return_dict_in_generate": True, "output_logits": True}
             out = generate(model, ids, run.new // 2, **how)
             got = torch.cat(out.logits).float()
-            want = logits_of(exact, out.sequences)[0, ids.shape[1] - 1 : -1]
-            log_p, log_q = want.log_softmax(-1), got.log_softmax(-1)
             count += len(got)
-            sums["kl"] += F.kl_div(log_q, log_p, reduction="sum", log_target=True).item()
-            sums["error"] += (got - want).double().square().sum().item()
-            sums["norm"] += want.double().square().sum().item()
-            sums["same"] += (got.argmax(-1) == want.argmax(-1)).sum().item()
-        error = (sums["error"] / sums.pop("norm")) ** 0.5
-        found[way] = {"kl": sums["kl"] / count, "error": error, "same": sums["same"] / count}
+            sums.update(distance(got, logits_of(exact, out.sequences)[0, ids.shape[1] - 1 : -1]))
+        found[way] = means(sums, count)
         print(way, found[way], f"{count} tokens", flush=True)
     run.record["decoding"] = found
 

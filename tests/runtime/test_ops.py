@@ -58,29 +58,19 @@ def test_opcheck_swiglu_and_layer(device):
     def normal(*shape):
         return torch.randn(*shape, device=device)
 
-    x = normal(5, 16)
-    torch.library.opcheck(
-        swiglu.SWIGLU.op, (x, normal(24, 16), normal(24, 16), None, normal(24), "silu"),
-        test_utils=CHECKS,
-    )  # fmt: skip
-    torch.library.opcheck(
-        layer.GATED_NORM.op, (x, normal(5, 16), normal(16), 1e-6, "silu"), test_utils=CHECKS
+    x, weight, rows = normal(2, 6, 9), normal(6, 4), torch.tensor([3, 0], device=device)
+    one = rows - rows + 1
+    updates = (
+        (x, normal(2, 6, 4), weight, *[None] * 5, "silu", -1),
+        (x, normal(4, 6, 12), weight, None, rows, one, None, normal(2, 6, 9), "silu", 0),
     )
-    conv = (normal(2, 6, 9), normal(6, 4), None)
-    torch.library.opcheck(
-        layer.CONVOLUTION.op, (*conv, None, None, None, "silu", True), test_utils=CHECKS
-    )
-    torch.library.opcheck(
-        layer.CONVOLUTION_UPDATE.op,
-        (conv[0], normal(2, 6, 4), *conv[1:], None, None, None, None, "silu", -1),
-        test_utils=CHECKS,
-    )
-    rows, out = torch.tensor([3, 0], device=device), normal(2, 6, 9)
-    torch.library.opcheck(
-        layer.CONVOLUTION_UPDATE.op,
-        (conv[0], normal(4, 6, 12), *conv[1:], rows, rows - rows + 1, None, out, "silu", 0),
-        test_utils=CHECKS,
-    )
+    cases = [(layer.CONVOLUTION_UPDATE, args) for args in updates]
+    cases += [(layer.GATED_NORM, (normal(5, 16), normal(5, 16), normal(16), 1e-6, "silu"))]
+    gated = (normal(5, 16), normal(24, 16), normal(24, 16), None, normal(24), "silu")
+    cases += [(swiglu.SWIGLU, gated)]
+    cases += [(layer.CONVOLUTION, (x, weight, *[None] * 4, "silu", True))]
+    for operation, args in cases:
+        torch.library.opcheck(operation.op, args, test_utils=CHECKS)
 
 
 def test_no_membership_in_a_map():
