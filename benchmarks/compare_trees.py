@@ -12,7 +12,6 @@ a GPU; the rows of whole layers need transformers.
 
 import argparse
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Callable
 
 import torch
-from kernel_time import microseconds
+from kernel_time import in_turns, microseconds, seconds
 from runner import ROOT, load_package, machine, parse_on_gpu, save
 
 # isort: split
@@ -99,21 +98,12 @@ def layers(kernel) -> dict:
     }
 
 
-def clock(calls: dict, rounds: int, until_done: bool) -> dict:
-    """The median time in microseconds until each call returns, or until the GPU is done with it.
-
-    Each begins with an idle GPU, and each is first in every other round.
-    """
-    found = {name: [] for name in calls}
-    for i in range(rounds):
-        for name in sorted(calls, reverse=i % 2 == 1):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            calls[name]()
-            if until_done:
-                torch.cuda.synchronize()
-            found[name].append((time.perf_counter() - start) * 1e6)
-    return {name: statistics.median(times) for name, times in found.items()}
+def host_us(call) -> float:
+    """Microseconds until a call on an idle GPU returns."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1e6
 
 
 def compared(make, kernels: dict, rounds: int, is_training: bool) -> list:
@@ -130,10 +120,10 @@ def compared(make, kernels: dict, rounds: int, is_training: bool) -> list:
                 call()
         row = {"call": name}
         if is_training:
-            row["clock_us"] = clock(pair, rounds // 8, until_done=True)
+            row["clock_us"] = in_turns(pair, rounds // 8, lambda call: seconds(call) * 1e6)
         else:
             with torch.no_grad():
-                row["host_us"] = clock(pair, rounds, until_done=False)
+                row["host_us"] = in_turns(pair, rounds, host_us)
                 row["kernels_us"] = microseconds(pair)
         for times in [times for times in row.values() if isinstance(times, dict)]:
             times["ratio"] = round(times["this"] / times["other"], 3)

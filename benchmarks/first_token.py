@@ -20,6 +20,7 @@ os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()  # before Triton is imported
 
 import torch  # noqa: E402
 from compare_generate import MODELS, generate, model_of  # noqa: E402
+from kernel_time import seconds  # noqa: E402
 from runner import run, wait_for  # noqa: E402
 
 
@@ -64,11 +65,7 @@ class Watch:
 def cublas() -> float:
     """Seconds of its first product: its library is loaded."""
     x = torch.zeros(64, 64, device="cuda", dtype=torch.bfloat16)
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    x @ x
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return seconds(lambda: x @ x)
 
 
 def measured(package, model, batch: int, watch: Watch) -> dict:

@@ -10,12 +10,11 @@ to an idle GPU; the record has the medians.
 """
 
 import copy
-import statistics
 from functools import partial
 from typing import Callable, Dict
 
 import torch
-from kernel_time import seconds
+from kernel_time import in_turns, seconds
 from real_model import TINY, adapted
 from runner import run
 
@@ -49,14 +48,10 @@ def step_of(model, ids: torch.Tensor, mixed: bool) -> Callable[[], None]:
 
 
 def times(steps: Dict[str, Callable], rounds: int, synchronize: Callable) -> Dict[str, float]:
-    """Microseconds of each step; each is first in every other round."""
-    found = {side: [] for side in steps}
+    """Microseconds of each step."""
     for side in list(steps) * 4:
         steps[side]()
-    for i in range(rounds):
-        for side in sorted(steps, reverse=i % 2 == 1):
-            found[side].append(seconds(steps[side], synchronize))
-    return {side: statistics.median(taken) * 1e6 for side, taken in found.items()}
+    return in_turns(steps, rounds, lambda step: seconds(step, synchronize) * 1e6)
 
 
 ARGUMENTS = {
