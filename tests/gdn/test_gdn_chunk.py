@@ -192,6 +192,28 @@ def test_a_plan_serves_calls_alike_interpreted():
 
 
 @interpreted
+def test_tokens_far_from_one_another_interpreted():
+    """Their offsets in a chunk have more than 32 bits, also in the gradient."""
+    x = gdn_inputs(1, 34, 1, 1, 16, 16, torch.float16)
+    state = x.pop("initial_state")
+    memory = torch.empty(34 * 2**26, dtype=torch.float16)  # little of it is touched
+    near = {name: y.half() for name, y in x.items()}
+    far = {
+        name: memory.as_strided(y.shape, (0, 2**26, 16, 1)[: y.ndim], 16 * i).copy_(y)
+        for i, (name, y) in enumerate(near.items())
+    }
+    found = []
+    for tokens in (near, far):
+        args = arguments({**tokens, "initial_state": state})
+        options = call.GradientOptions(False, *args.options)
+        tensors = (*args.tensors[:8], None, near["v"], state, None, None, None)
+        gradient = call.GdnBackward(*tensors, options)
+        grads = computed("gdn.portable.backward", "gdn_chunk_bwd", gradient)
+        found.append([*run("portable", args)[:2], *[y for y in grads if y is not None]])
+    assert all(map(torch.equal, *found)) and len(found[0]) == 8
+
+
+@interpreted
 def test_gate_and_beta_in_the_kernel_interpreted():
     x = gdn_inputs(1, 70, 2, 2, 16, 16, torch.float16)
     gate = {"A_log": torch.tensor([-1.0, 2.0]), "dt_bias": torch.tensor([30.0, -1.0])}
@@ -522,3 +544,5 @@ def test_supports():
     x = gdn_inputs(1, 4, 1, 1, 8, 8)
     assert is_computed("portable", arguments(x))
     assert not is_computed("portable", arguments({n: y.double() for n, y in x.items()}))
+    rows_first = torch.empty(8, 2**29, 1, 8, device="meta").permute(1, 2, 0, 3)
+    assert not is_computed("portable", arguments({**x, "initial_state": rows_first}))

@@ -22,7 +22,7 @@ from .backward_key import key_launch
 from .backward_query import query_launch
 from .backward_states import States
 from .prepare import Prepare
-from .primitives import on_read
+from .primitives import FAR, are_reached, on_read
 
 # fields of a GdnBackward that kernels take with any strides
 APART = ("g", "beta", "initial_state", "do", "d_final_state", "tb", "p", "f")
@@ -37,6 +37,8 @@ def prepare_gdn_chunk_bwd(call: GdnBackward) -> Optional[Callable]:
     and dk.
     """
     if call.q.dtype not in SERVED or max(call.K, call.V) > 256 or call.HV == 0:
+        return None
+    if not are_reached(call.initial_state, call.d_final_state):
         return None
     return on_dense(_prepare, call, *APART)
 
@@ -190,7 +192,7 @@ def cut(x: torch.Tensor, *sizes: int) -> torch.Tensor:
 
 def lies_near(x: torch.Tensor) -> bool:
     """True if 32-bit offsets span a chunk of x and its rows are whole multiples of 16 elements."""
-    reached = x.stride(-1) == 1 and x.stride(1) < 2**25
+    reached = x.stride(-1) == 1 and x.stride(1) < FAR
     return reached and all(step % 16 == 0 for step in steps(x))
 
 

@@ -16,6 +16,7 @@ from .backward import prepare_gdn_chunk_bwd  # noqa: F401
 from .context import Carry
 from .cuts import FEWEST, WHOLE, tokens_at_cut
 from .prepare import Prepare
+from .primitives import are_reached, on_near
 from .scan import Scan
 
 
@@ -68,11 +69,13 @@ def prepare_gdn_chunk_fwd(call: GdnCall) -> Optional[Callable]:
     """
     if call.q.dtype not in SERVED or max(call.K, call.V) > 256:
         return None
+    if not are_reached(call.initial_state):
+        return None
     return on_dense(_prepare, call, "g", "beta", "initial_state")
 
 
 def _prepare(call: GdnCall) -> Callable:
-    return by_alignment(_Chunked, call, 0, 1, 2)
+    return on_near(lambda call: by_alignment(_Chunked, call, 0, 1, 2), call)
 
 
 class _Chunked:

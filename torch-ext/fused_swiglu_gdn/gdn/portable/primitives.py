@@ -15,6 +15,7 @@ from ...runtime.primitives import sequence_bounds
 from ..call import GdnCall
 from ..chunks import CHUNK
 
+FAR = 2**25  # from such a step between tokens on, offsets inside a chunk have more than 32 bits
 # fp32 products to fp32's accuracy: three products of tf32 each on NVIDIA's tensor cores
 EXACT_FP32 = "ieee" if torch.version.hip else "tf32x3"
 
@@ -65,6 +66,18 @@ def precision(dtype: torch.dtype) -> str:
     return "tf32"
 
 
+def on_near(prepare: Callable, call) -> Optional[Callable]:
+    """prepare(call), where q, k, v, g and beta whose tokens are FAR from one another are copied."""
+    places = [i for i, x in enumerate(call[:5]) if x.stride(1) >= FAR]
+    if not places:
+        return prepare(call)
+
+    def copied(*tensors) -> list:
+        return [x.contiguous() if i in places else x for i, x in enumerate(tensors)]
+
+    return on_copies(prepare, call, copied)
+
+
 def on_read(kind: Callable, call, *places: int, lies: Callable) -> Callable:
     """kind(call), as a function of the tensors of all calls like this one.
 
@@ -86,11 +99,17 @@ def on_read(kind: Callable, call, *places: int, lies: Callable) -> Callable:
 
         return on_copies(kind, call, copied)
 
-    return by_alignment(made, call, *places)
+    return on_near(lambda call: by_alignment(made, call, *places), call)
 
 
 def _is_whole(x: torch.Tensor) -> bool:
     return x.is_contiguous() and aligned(x)
+
+
+def are_reached(*states: Optional[torch.Tensor]) -> bool:
+    """True if 32-bit offsets span the matrices [K, V] of these states, of any strides."""
+    steps = [(*x.shape[2:], *x.stride()[2:]) for x in states if x is not None]
+    return all((K - 1) * row + (V - 1) * column < 2**31 for K, V, row, column in steps)
 
 
 def kv_strides(state: Optional[torch.Tensor], v_first: bool) -> tuple:
