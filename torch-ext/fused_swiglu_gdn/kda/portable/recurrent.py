@@ -3,11 +3,10 @@ channel of the keys (gdn/portable/delta.py)."""
 
 from typing import Callable, Optional
 
+from ...gdn.portable.primitives import FAR
 from ...gdn.portable.recurrent import prepare_gdn_recurrent_fwd
 from ...runtime.operation import on_copies, on_dense
 from ..call import KdaStepCall
-
-FAR = 2**25  # from such a step between tokens on, offsets inside a chunk have more than 32 bits
 
 
 def on_dense_gates(prepare: Callable, call, *apart: str) -> Optional[Callable]:
