@@ -505,5 +505,7 @@ def test_launches(kernel, monkeypatch):
     assert records[0].options["launch_pdl"]
     assert len(products) == 3 and all(p["scale_a"].stride() == (1, 80) for p in products)
     assert all(p["scale_b"].shape == (40, 1) for p in products)
+    with recording.recorded(hopper) as records:  # whose sign is kept aside
+        assert ops.QUANTISE((torch._neg_view(x),)) is None and not records
     with recording.recorded(device.Chip("NVIDIA_A100", (8, 0), 108)) as records:
         assert ops.QUANTISE((x,)) is None and not records

@@ -62,7 +62,10 @@ class EagerOperation(Operation):
         return run
 
     def _by_kernels(self, call) -> Optional[Callable]:
-        launch = None if transformed() else self._prepared(call)
+        # kernels see no sign that torch keeps aside
+        if transformed() or any([x is not None and x.is_neg() for x in call.tensors]):
+            return None
+        launch = self._prepared(call)
         return launch and self.noticed(launch, call.tensors)
 
 
