@@ -90,7 +90,7 @@ def chunk_gated_delta_rule(
         state_indices; None without output_final_state). With checkpoint_every also the states
         [B * (T // E), HV, K, V]: row b * (T // E) + j of an equal-length batch, or cu_seqlens[n]
         // E + j of a packed one, is the state of the sequence after its first (j + 1) * E tokens;
-        rows that belong to no sequence are undefined.
+        rows that belong to no sequence, or to one that is skipped, are undefined.
 
     Raises:
         ValueError: a shape, device, scale, cu_seqlens or option does not fit.
