@@ -11,8 +11,8 @@ from tiny_models import random_model, tokens
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")
 PLACES = {
-    "mlp": ["gate_proj", "up_proj", "down_proj"],
-    "attention": ["q_proj", "v_proj", "o_proj"],
+    "mlp": ["gate_proj", "up_proj", "gate_up_proj", "down_proj"],
+    "attention": ["q_proj", "v_proj", "qkv_proj", "o_proj"],
     "all": "all-linear",
 }
 
@@ -28,16 +28,17 @@ def adapted(name: str, places: str):
 
 
 @pytest.mark.parametrize("places", PLACES)
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", [*SOME, "phi3"])
 def test_values_and_gradients(kernel, name, places):
     model = adapted(name, places)
     served = copy.deepcopy(model)
-    assert {"RMSNorm", "Attention", "DecoderLayer", "SwiGLUMLP"} <= kinds_of(
-        kernel.kernelize(served)
-    )
+    mlp = "SwiGLUGateUp" if name == "phi3" else "SwiGLUMLP"
+    report = kernel.kernelize(served)
+    assert {"RMSNorm", "Attention", "DecoderLayer", mlp} <= kinds_of(report) and not report.left
     ids = tokens(2, 19)
-    with serving():
+    with serving() as record:
         out = logits(served, ids)
+        assert ("silu_mul_fwd" in record) == (places != "attention")
         served.train()(ids, labels=ids).loss.backward()
     assert_same(out, logits(model, ids))
     model.train()(ids, labels=ids).loss.backward()

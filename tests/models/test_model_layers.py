@@ -200,37 +200,6 @@ def test_gradients(kernel, name, checkpointing, device):
     assert_same_gradients(out, ref, device)
 
 
-class Lora(nn.Module):
-    """Wraps a projection as PEFT does."""
-
-    def __init__(self, base):
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.a = nn.Linear(base.in_features, 2, bias=False)
-        self.b = nn.Linear(2, base.out_features, bias=False)
-        self.in_features, self.out_features = base.in_features, base.out_features
-
-    def forward(self, x):
-        return self.base(x) + self.b(self.a(x))
-
-
-@pytest.mark.parametrize("name", ["phi3", "qwen3_5_text"])
-def test_gradients_of_adapters(kernel, name):
-    model, ids = random_model(name).requires_grad_(False), tokens(2, 11)
-    torch.manual_seed(0)
-    for parent in list(model.modules()):
-        for part, linear in list(parent.named_children()):
-            if type(linear) is nn.Linear and part.endswith("proj"):
-                setattr(parent, part, Lora(linear))
-    ref = gradients(model, ids)
-    report = kernel.kernelize(model, mode="training")
-    assert {"RMSNorm", "Attention", "DecoderLayer"} < kinds_of(report) and not report.left
-    with serving() as record:
-        out = gradients(model, ids)
-    assert record["silu_mul_fwd"] and len(ref) > 8
-    assert_same_gradients(out, ref, "cpu")
-
-
 def test_hidden_states_and_hooks(kernel):
     model, served = pair(kernel, "qwen3_5_text")
     ids, seen = tokens(2, 7), {}

@@ -9,6 +9,7 @@ from conftest import submodule
 from test_model_layers import serving
 from tiny_models import random_model
 from torch import nn
+from written import with_forward
 
 llama = pytest.importorskip("transformers.models.llama.modeling_llama")
 qwen = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
@@ -20,72 +21,50 @@ hooks = pytest.importorskip("transformers.integrations.accelerate")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-class Attention(llama.LlamaAttention):
-    @deprecation.deprecate_kwarg("past_key_values", "5.99.0", new_name="memory")
-    def forward(
-        self, hidden_states, position_embeddings=None, attention_mask=None, memory=None, **kwargs
-    ):
-        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        query = self.q_proj(hidden_states).view(shape).transpose(1, 2)
-        key = self.k_proj(hidden_states).view(shape).transpose(1, 2)
-        value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
-        cos, sin = position_embeddings
-        query, key = llama_rotary(query, key, cos, sin)
-        if memory is not None:
-            key, value = memory.update(key, value, self.layer_idx, kwargs=kwargs)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
-        out, weights = attend(
-            self, query, key, value, attention_mask,
-            dropout=0.0 if not self.training else self.attention_dropout,
-            scaling=self.scaling, **kwargs,
-        )  # fmt: skip
-        out = out.reshape(*hidden_states.shape[:-1], -1).contiguous()
-        return self.o_proj(out), weights
+FORWARD = """
+shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+query = self.q_proj(hidden_states).view(shape).transpose(1, 2)
+key = self.k_proj(hidden_states).view(shape).transpose(1, 2)
+value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+cos, sin = position_embeddings
+query, key = apply_rotary_pos_emb(query, key, cos, sin)
+if memory is not None:
+    key, value = memory.update(key, value, self.layer_idx, kwargs=kwargs)
+attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+    self.config._attn_implementation, eager_attention_forward
+)
+out, weights = attend(
+    self, query, key, value, attention_mask,
+    dropout=0.0 if not self.training else self.attention_dropout, scaling=self.scaling, **kwargs,
+)
+return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
+"""
+ARGUMENTS = "hidden_states, position_embeddings=None, attention_mask=None, memory=None, **kwargs"
 
 
-class Scaled(llama.LlamaAttention):
-    """Another formula in evaluation with a mask and without a cache."""
-
-    def forward(
-        self, hidden_states, position_embeddings=None, attention_mask=None, cache=None, **kwargs
-    ):
-        if cache is None and attention_mask is not None and not self.training:
-            hidden_states = hidden_states * 2
-        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        query = self.q_proj(hidden_states).view(shape).transpose(1, 2)
-        key = self.k_proj(hidden_states).view(shape).transpose(1, 2)
-        value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
-        cos, sin = position_embeddings
-        query, key = llama_rotary(query, key, cos, sin)
-        if cache is not None:
-            key, value = cache.update(key, value, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
-        out, weights = attend(
-            self, query, key, value, attention_mask, scaling=self.scaling, **kwargs
-        )
-        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
+def attention_of(text, arguments=ARGUMENTS):
+    return with_forward(llama.LlamaAttention, text, arguments, vars(llama))
 
 
-class TwoSigns(llama.LlamaAttention):
-    """Without a bias it would be the formula."""
-
-    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
-        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        query = self.q_proj(hidden_states).view(shape).transpose(1, 2)
-        key = self.k_proj(hidden_states).view(shape).transpose(1, 2)
-        value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
-        query, key = llama_rotary(query, key, *position_embeddings)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
-        out, weights = attend(
-            self, query, key, value, attention_mask, scaling=self.scaling, **kwargs
-        )
-        return -self.o_proj(-out.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
+Attention = attention_of(FORWARD)
+Attention.forward = deprecation.deprecate_kwarg("past_key_values", "5.99.0", new_name="memory")(
+    Attention.forward
+)
+# in evaluation with a mask and without a cache
+SCALED = """
+if memory is None and attention_mask is not None and not self.training:
+    hidden_states = hidden_states * 2
+"""
+WITHOUT_CACHE = FORWARD.replace("if memory is not None:", "if False:")
+OTHERS = {
+    "the class's own": llama.LlamaAttention,
+    "the formula": attention_of(FORWARD),
+    "without a cache": attention_of(WITHOUT_CACHE, ARGUMENTS.replace(" memory=None,", "")),
+    "scaled": attention_of(SCALED + FORWARD),
+    # without a bias it would be the formula
+    "two signs": attention_of(
+        FORWARD.replace("self.o_proj(out", "-self.o_proj(-out")),
+}  # fmt: skip
 
 
 class Layer(llama.LlamaDecoderLayer):
@@ -103,11 +82,6 @@ class Layer(llama.LlamaDecoderLayer):
         residual = hidden_states
         hidden_states = self.mlp(self.post_attention_layernorm(hidden_states))
         return residual + hidden_states
-
-
-ALL_ATTENTION_FUNCTIONS = llama.ALL_ATTENTION_FUNCTIONS
-eager_attention_forward = llama.eager_attention_forward
-llama_rotary = llama.apply_rotary_pos_emb
 
 
 class Recorded(caches.DynamicCache):
@@ -230,7 +204,7 @@ def test_attention_is_known_behind_a_decorator(kernel):
     class Mixer(nn.Module):
         @passing
         def forward(self, x):
-            return ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", None)(x)
+            return llama.ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", None)(x)
 
     class Other(nn.Module):
         @passing
@@ -241,9 +215,9 @@ def test_attention_is_known_behind_a_decorator(kernel):
     assert asks(Mixer) and not asks(Other)
 
 
-@pytest.mark.parametrize("kind", [llama.LlamaAttention, Scaled, TwoSigns])
-def test_attention_of_another_formula_is_left_alone(kernel, kind):
+@pytest.mark.parametrize("name", OTHERS)
+def test_attention_of_another_formula_is_left_alone(kernel, name):
     """One way of which is another, or which is the same without biases."""
     with serving():
-        report = kernel.kernelize(kind(random_model("llama").config, 0))
-    assert len(report.served) == (kind is llama.LlamaAttention)
+        report = kernel.kernelize(OTHERS[name](random_model("llama").config, 0))
+    assert len(report.served) == (name not in ("scaled", "two signs"))
