@@ -13,7 +13,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 # kind: (the family of the class, every n-th refactor, the least share of them that is served)
 SAMPLE = {
     "mlp": ("phi3", 16, 0.9),
-    "norm": ("gemma2", 16, 0.9),
+    "norm": ("gemma2", 17, 0.9),
     "attention": ("qwen3", 21, 0.85),
     "layer": ("llama", 21, 0.85),
     "gdn": ("qwen3_next", 19, 0.8),

@@ -148,10 +148,7 @@ def _spelled(index: object) -> str:
 
 
 def _literal(node: Optional[ast.expr]) -> Optional[int]:
-    if node is None or isinstance(node, ast.Constant) and node.value is None:
-        return None
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_literal(node.operand)
-    if not isinstance(node, ast.Constant) or not isinstance(node.value, int):
+    value = None if node is None else ast.literal_eval(node)
+    if value is not None and not isinstance(value, int):
         raise ValueError(node)
-    return node.value
+    return value

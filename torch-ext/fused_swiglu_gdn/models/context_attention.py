@@ -50,7 +50,7 @@ def gathered_attention(
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, scale: Optional[float], cp: CpContext) -> Tensor:
-    T, outputs = q.shape[2], []
+    T = q.shape[2]
     rows: List[List[Tensor]] = [[] for _ in range(q.shape[0])]
     for piece, at in zip(cp.pieces, cp.bounds):
         row, a = divmod(at, T)

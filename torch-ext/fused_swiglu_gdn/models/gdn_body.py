@@ -139,7 +139,7 @@ class GdnBody(Body):
             base = self.expression(function.value)
             path = f"{base.path}.{function.attr}" if isinstance(base, Own) and base.path else ""
             if path and isinstance(found_at(self.reader.module, path), nn.Module):
-                self.reader.parts.add(path)
+                self.reader.source.parts.add(path)
                 return self.use_arguments(node)
         return super().read_Call(node, idle)
 

@@ -7,7 +7,6 @@ None, and raises if it is read. So a forward that gives the formula's numbers ha
 
 import contextlib
 import functools
-import operator
 import sys
 import threading
 from typing import Callable, Dict, List, NoReturn, Optional
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ..layers.own_code import found_at
 from .code import Refused
 
 F64 = torch.float64
@@ -379,7 +379,4 @@ def readable(module: nn.Module, path: str) -> bool:
     """True if the module has an attribute at the path for which a check may substitute a value."""
     if path == "training" or path.split(".")[0] in (*module._modules, *module._buffers):
         return False
-    try:
-        return operator.attrgetter(path)(module) is not None
-    except AttributeError:
-        return False
+    return found_at(module, path) is not None
