@@ -72,6 +72,12 @@ class Kernel:
         if self.device == "cpu":
             monkeypatch.setattr(submodule("runtime.device"), "multiprocessor_count", lambda _: 132)
 
+    @pytest.fixture(params=[1, 132])
+    def multiprocessors(self, request, monkeypatch):
+        """One part of the slots, and many."""
+        where = submodule("runtime.device")
+        monkeypatch.setattr(where, "multiprocessor_count", lambda _: request.param)
+
     def repeats(self, call, found):
         """The same bits again; the interpreter runs one program after the other."""
         for a, b in zip(found, found if self.device == "cpu" else call()):
@@ -189,12 +195,8 @@ class Kernel:
 
     @pytest.mark.parametrize("kind", [None, torch.bool, torch.float32, HALF], ids=str)
     @pytest.mark.parametrize("B, HQ, HK, S, D", ATTENTIONS)
-    @pytest.mark.parametrize("multiprocessors", [1, 132])
-    def test_attention(self, B, HQ, HK, S, D, kind, multiprocessors, monkeypatch):
-        """One part and many; lengths of a row each; slots that are not attended hold NaN."""
-        monkeypatch.setattr(
-            submodule("runtime.device"), "multiprocessor_count", lambda _: multiprocessors
-        )
+    def test_attention(self, B, HQ, HK, S, D, kind, multiprocessors):
+        """Lengths of a row each; slots that are not attended hold NaN."""
         q = self.normal(B, 1, HQ, 2 * D, dtype=HALF)[..., D:]
         k, v = (self.normal(B, HK, S, D, seed=seed, dtype=HALF) for seed in (1, 2))
         length = torch.tensor([S - 9, 3, 0][:B], device=self.device, dtype=torch.int32)
@@ -217,12 +219,9 @@ class Kernel:
         if B == 3:  # whose last row attends to nothing
             assert not found[2].any()
 
-    @pytest.mark.parametrize("multiprocessors", [1, 132])
     @pytest.mark.parametrize("S", [1, 33, 200])
-    def test_attention_over_all_slots(self, S, multiprocessors, monkeypatch):
+    def test_attention_over_all_slots(self, S, multiprocessors):
         """Without a length it is that of all slots, bit for bit."""
-        where = submodule("runtime.device")
-        monkeypatch.setattr(where, "multiprocessor_count", lambda _: multiprocessors)
         q = self.normal(2, 1, 6, 16, dtype=HALF)
         k, v = (self.normal(2, 2, S, 16, seed=seed, dtype=HALF) for seed in (1, 2))
         mask = self.normal(1, 1, 1, S, seed=4) > -1
@@ -246,12 +245,8 @@ class Kernel:
         mean = v[:, :, :5].double().mean(2).repeat_interleave(2, 1).view(1, 1, 4, 16)
         assert_close(found, mean)
 
-    @pytest.mark.parametrize("multiprocessors", [1, 132])
-    def test_attention_of_a_query_without_a_slot(self, multiprocessors, monkeypatch):
-        """Its output is NaN (test_cache), and so is that of attention, with one part and with
-        many."""
-        where = submodule("runtime.device")
-        monkeypatch.setattr(where, "multiprocessor_count", lambda _: multiprocessors)
+    def test_attention_of_a_query_without_a_slot(self, multiprocessors):
+        """Its output is NaN (test_cache), and so is that of attention."""
         q = self.normal(2, 1, 4, 16, dtype=HALF)
         q[1] = torch.nan
         k, v = (self.normal(2, 2, 200, 16, seed=seed, dtype=HALF) for seed in (1, 2))
