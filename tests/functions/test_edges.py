@@ -8,7 +8,13 @@ import torch
 from conftest import TOLERANCE, assert_close, computed, prepared, relative_error, submodule
 from experts_problems import problem as experts_problem
 from gdn_gradients import Case
-from interpreter import compiled, interpreted, test_in_the_interpreter  # noqa: F401
+from interpreter import (  # noqa: F401
+    DEVICE,
+    INTERPRETING,
+    both_ways,
+    interpreted,
+    test_in_the_interpreter,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 layer, layer_calls = submodule("gdn_layer.reference.layer"), submodule("gdn_layer.call")
@@ -20,16 +26,25 @@ def by_layer_kernel(name, kind):
     return functools.partial(prepared, "gdn_layer.portable.layer", name, kind)
 
 
-def norm_inputs(rows, D, dtype=torch.float32, device="cpu"):
-    random = torch.Generator(device=device).manual_seed(0)
-    x, gate, dy = (torch.randn(rows, D, generator=random, device=device) for _ in range(3))
-    weight = torch.randn(D, generator=random, device=device)
+def norm_inputs(rows, D, dtype=torch.float32):
+    random = torch.Generator(device=DEVICE).manual_seed(0)
+    x, gate, dy = (torch.randn(rows, D, generator=random, device=DEVICE) for _ in range(3))
+    weight = torch.randn(D, generator=random, device=DEVICE)
     return [t.to(dtype) for t in (x, gate, weight, dy)]
 
 
-def check_norm_without_eps(rows, D, device="cpu", dtype=torch.float32):
-    """eps = 0 and rows that are no multiple of the block: nothing is NaN, everything is right."""
-    x, gate, weight, dy = norm_inputs(rows, D, dtype, device)
+ROWS = [(1, 5), (5, 100), (17, 128), (9, 1024)]  # blocks have 1, 1, 16 and 2 rows
+DTYPES = [torch.float32]
+if not INTERPRETING:
+    ROWS, DTYPES = [*ROWS, (1000, 128), (1001, 8192)], [*DTYPES, torch.float16, torch.bfloat16]
+
+
+@both_ways
+@pytest.mark.parametrize("rows, D", ROWS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_without_eps(rows, D, dtype):
+    """Rows that are no multiple of the block, too: nothing is NaN, everything is right."""
+    x, gate, weight, dy = norm_inputs(rows, D, dtype)
     leaves = [t.double().requires_grad_() for t in (x, gate, weight)]
     y = layer.rms_norm_gated_fwd(*leaves, 0.0, "silu")
     want = [y, *torch.autograd.grad(y, leaves, dy.double())]
@@ -40,30 +55,17 @@ def check_norm_without_eps(rows, D, device="cpu", dtype=torch.float32):
         assert relative_error(a, b) <= 2 * TOLERANCE[dtype]
 
 
-def check_norm_keeps_nan_in_its_row(rows, D, device="cpu"):
+@both_ways
+def test_norm_keeps_nan_in_its_row():
     """A row of zeros without eps and a row with NaN spoil themselves and dweight alone."""
-    x, gate, weight, dy = norm_inputs(rows, D, device=device)
+    x, gate, weight, dy = norm_inputs(17, 128)
     clean = x.clone()
-    x[0], x[rows - 1, 1] = 0.0, NAN
+    x[0], x[16, 1] = 0.0, NAN
     backward = by_layer_kernel("rms_norm_gated_bwd", layer_calls.GatedNormGradient)
     got, want = (backward(t, gate, weight, dy, 0.0, "silu") for t in (x, clean))
     for a, b in zip(got[:2], want[:2]):
         assert torch.equal(a[1:-1], b[1:-1]) and a[-1].isnan().any()
     assert got[2].isnan().all()  # the sum over all rows, as torch has it
-
-
-ROWS = [(1, 5), (5, 100), (17, 128), (9, 1024)]  # blocks have 1, 1, 16 and 2 rows
-
-
-@interpreted
-@pytest.mark.parametrize("rows, D", ROWS)
-def test_norm_without_eps(rows, D):
-    check_norm_without_eps(rows, D)
-
-
-@interpreted
-def test_norm_keeps_nan_in_its_row():
-    check_norm_keeps_nan_in_its_row(17, 128)
 
 
 @interpreted
@@ -425,15 +427,3 @@ def test_watchers_meet_operators_without_gradients_too(kernel, by_portable):
         y = kernel.fused_swiglu(x, w_gate, w_up)
     assert "swiglu_fwd.default" in watch.seen
     assert torch.equal(y, kernel.fused_swiglu(x, w_gate, w_up))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows, D", [*ROWS, (1000, 128), (1001, 8192)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_gpu_norm_without_eps(rows, D, dtype):
-    check_norm_without_eps(rows, D, "cuda", dtype)
-
-
-@pytest.mark.gpu
-def test_gpu_norm_keeps_nan_in_its_row():
-    check_norm_keeps_nan_in_its_row(17, 128, "cuda")
