@@ -124,7 +124,7 @@ def test_only_and_skip(kernel):
             assert_same(logits(model, ids), ref)
         assert record
     for wrong in ({"only": ["norms"]}, {"skip": "norm"}, {"only": "norm"}):
-        with pytest.raises(ValueError, match="must be a list of 'mlp', 'gdn'"):
+        with pytest.raises(ValueError, match="must be a list of 'mlp', 'kda', 'gdn'"):
             kernel.kernelize(model, **wrong)
     for wrong in ({"only": ["mlp"]}, {"skip": ["gdn"]}):  # whose layers would exchange no states
         with pytest.raises(ValueError, match='must leave "gdn" in where cp_group is given'):

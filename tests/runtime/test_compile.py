@@ -26,7 +26,7 @@ SPILLS = {
     ("experts fp8", "wide_kernel"): 16,
     ("experts training, odd sizes", "_gate_gradient_kernel"): 8,
     ("kda", "pairs_kernel"): 8,
-    ("kda", "kda_prepare_fwd_kernel"): 48,  # what it needs again after its loops
+    ("kda", "kda_prepare_fwd_kernel"): 64,  # what it needs again after its loops
     ("kda training", "_states_bwd_kernel"): 48,
     ("kda training", "_channels_bwd_kernel"): 456,
     ("kda training", "_beta_bwd_kernel"): 16,

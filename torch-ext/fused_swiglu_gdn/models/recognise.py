@@ -107,10 +107,11 @@ OF_MODULES = {
     kind.name: kind
     for kind in (
         Kind("mlp", "SwiGLUMLP", gated_mlp, swiglu, ("swiglu.forward", "swiglu_fwd")),
-        Kind("gdn", "GatedDeltaNet", gated_delta_net, gdn, ("gdn.chunk", "gdn_chunk_fwd")),
+        # before gdn, whose layers have the parts of one that has its gate inside
         Kind(
             "kda", "KimiDeltaAttention", kimi_delta_attention, kda, ("kda.chunk", "kda_chunk_fwd")
         ),
+        Kind("gdn", "GatedDeltaNet", gated_delta_net, gdn, ("gdn.chunk", "gdn_chunk_fwd")),
         Kind("norm", "RMSNorm", _NORM, norm, (NORM, "rms_norm_fwd")),
         Kind("attention", "Attention", _ATTENTION, attention, (ATTENTION, "qk_norm_rope_fwd")),
         Kind("layer", "DecoderLayer", _LAYER, decoder, (NORM, "rms_norm_fwd")),
