@@ -328,6 +328,22 @@ def test_functions_of_a_decoder_layer(hopper, monkeypatch, name, most):
     assert 50 < functions_of_a_layer(model, 64) <= most
 
 
+def test_functions_of_a_kimi_delta_attention_layer(hopper):
+    """A token after a prompt. They are 179 where each attribute is found by a function of ours."""
+    pytest.importorskip("transformers.models.kimi_linear")
+    from tiny_models import random_model
+    from transformers import DynamicCache
+
+    model = random_model("kimi_linear").bfloat16().eval()
+    hopper.kernelize(model)
+    layer = next(x for x in model.modules() if hasattr(x, "forget_gate"))
+    cache = DynamicCache(config=model.config)
+    x = torch.randn(1, 5, model.config.hidden_size, dtype=torch.bfloat16)
+    with torch.no_grad():
+        layer(x, cache, None)
+        assert 100 < functions(lambda: layer(x[:, :1], cache, None)) <= 160
+
+
 @pytest.mark.parametrize("name, most", [("tiny_qwen3", 118), ("tiny_qwen3_5", 123)])
 def test_functions_of_a_layer_in_fp8(hopper, monkeypatch, name, most):
     """182 where weights were looked at one by one, and x quantised apart from its product. Of

@@ -72,14 +72,7 @@ class KdaForm(NamedTuple):
     roles: Roles
 
 
-@functools.cache
-def _getter(path: str) -> Callable:
-    return operator.attrgetter(path)
-
-
-def at(layer: nn.Module, path: str) -> object:
-    """The layer's attribute at a path."""
-    return _getter(path)(layer)
+at = functools.cache(operator.attrgetter)  # at(path)(layer): the layer's attribute at a path
 
 
 @functools.lru_cache(maxsize=1024)
@@ -98,7 +91,7 @@ def forward_of(form: KdaForm) -> Callable:
             return None
         if not _is_as_known(layer, form) or cache is not None and _records(cache, layer, roles):
             return None
-        bound = None if roles.bound is None else at(layer, roles.bound)
+        bound = None if roles.bound is None else at(roles.bound)(layer)
         if roles.bound is not None and not (type(bound) in (int, float) and bound < 0.0):
             return None
         return kimi_delta_attention(layer, roles, x, cache, given.get(form.mask), lengths, bound)
@@ -109,21 +102,21 @@ def forward_of(form: KdaForm) -> Callable:
 def _is_as_known(layer: nn.Module, form: KdaForm) -> bool:
     """True if the classes are not patched, and a call would read what we read without calling."""
     roles = form.roles
-    conv = at(layer, roles.conv)
+    conv = at(roles.conv)(layer)
     if not is_plain(conv):
         return False
     for path, kind, pinned, guards in form.owners:
-        owner = at(layer, path) if path else layer
+        owner = at(path)(layer) if path else layer
         if path and (type(owner) is not kind or not is_plain(owner)):
             return False
         if not pinned.unchanged(owner, guards):
             return False
-    read = (at(layer, roles.A_log), at(layer, roles.dt_bias), conv.weight)
+    read = (at(roles.A_log)(layer), at(roles.dt_bias)(layer), conv.weight)
     return all([type(x) in PLAIN_TENSORS for x in read])
 
 
 def _head_dim(layer: nn.Module, roles: Roles) -> int:
-    return at(layer, roles.dt_bias).numel() // at(layer, roles.A_log).numel()
+    return at(roles.dt_bias)(layer).numel() // at(roles.A_log)(layer).numel()
 
 
 def _learns(layer: nn.Module, roles: Roles, x: torch.Tensor) -> bool:
@@ -135,7 +128,7 @@ def _learns(layer: nn.Module, roles: Roles, x: torch.Tensor) -> bool:
 
 def _records(cache, layer: nn.Module, roles: Roles) -> bool:
     """The cache keeps what it would need to take tokens back."""
-    return getattr(cache.layers[at(layer, roles.index)], "record_past", False)
+    return getattr(cache.layers[at(roles.index)(layer)], "record_past", False)
 
 
 def kimi_delta_attention(
@@ -144,7 +137,7 @@ def kimi_delta_attention(
     """hidden_states [B, T, hidden] -> [B, T, hidden], with both states in the cache updated."""
     if mask is not None:  # padding must not reach the states
         hidden_states = (hidden_states * mask[:, :, None]).to(hidden_states.dtype)
-    x, heads, index = hidden_states, (-1, _head_dim(layer, roles)), at(layer, roles.index)
+    x, heads, index = hidden_states, (-1, _head_dim(layer, roles)), at(roles.index)(layer)
     qkv, f, z, b = _projected(layer, roles, x)
     conv_state = state = None
     if cache is not None and cache.layers[index].has_previous_state[0]:
@@ -157,7 +150,7 @@ def kimi_delta_attention(
     q, k, v, f, z = (part.unflatten(-1, heads) for part in (*y.chunk(3, -1), f, z))
     options = {
         "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "lower_bound": bound,
-        "A_log": at(layer, roles.A_log), "dt_bias": at(layer, roles.dt_bias),
+        "A_log": at(roles.A_log)(layer), "dt_bias": at(roles.dt_bias)(layer),
         "use_beta_sigmoid_in_kernel": True, "initial_state": state,
     }  # fmt: skip
     if step:
@@ -167,31 +160,31 @@ def kimi_delta_attention(
         o, state = kda.chunk_kda(q, k, v, f, b, **options)
         if cache is not None:
             cache.update_recurrent_state(state.to(torch.float32), index)
-    norm = at(layer, roles.norm)
+    norm = at(roles.norm)(layer)
     o = normed_and_gated(norm, o, z) if is_gated_norm(norm) else norm(o, z)
-    return projections(o.flatten(2), at(layer, roles.out))[0]
+    return projections(o.flatten(2), at(roles.out)(layer))[0]
 
 
 def _projected(layer: nn.Module, roles: Roles, x: torch.Tensor) -> tuple:
     """q, k and v side by side [B, T, D], f, z [B, T, H K] and b [B, T, H]."""
     first = [roles.f[0].path, *[step.path for step in roles.z[:-1]], roles.b[0].path]
     first = list(dict.fromkeys(first))
-    outputs = dict(zip(first, projections(x, *[at(layer, path) for path in first])))
+    outputs = dict(zip(first, projections(x, *[at(path)(layer) for path in first])))
 
     def output(chain: Chain) -> torch.Tensor:
         y = x
         for i, (path, channels) in enumerate(chain):
             if i > 0:
-                y = at(layer, path)(y)
+                y = at(path)(layer)(y)
             else:
                 if path not in outputs:
-                    outputs[path] = at(layer, path)(x)
+                    outputs[path] = at(path)(layer)(x)
                 y = outputs[path]
             y = y if channels is None else y[..., channels[0] : channels[1]]
         return y
 
     if all([len(chain) == 1 and chain[0].channels is None for chain in roles.mixed]):
-        qkv = joined(x, *[at(layer, chain[0].path) for chain in roles.mixed])
+        qkv = joined(x, *[at(chain[0].path)(layer) for chain in roles.mixed])
     else:
         qkv = torch.cat([output(chain) for chain in roles.mixed], -1)
     return qkv, output(roles.f), output(roles.z), output(roles.b)
@@ -200,7 +193,7 @@ def _projected(layer: nn.Module, roles: Roles, x: torch.Tensor) -> tuple:
 def _convolution(layer, roles: Roles, qkv, cache, conv_state, lengths) -> torch.Tensor:
     """act(conv(qkv)) of [B, T, D], after the inputs in the cache, which these then join; conv_state
     [B, D, W], for one token, is updated in place."""
-    conv, T = at(layer, roles.conv), qkv.shape[1]
+    conv, T = at(roles.conv)(layer), qkv.shape[1]
     weight, bias, x = conv.weight.squeeze(1), conv.bias, qkv.transpose(1, 2)
     if conv_state is not None:
         y = convolved(
@@ -209,7 +202,7 @@ def _convolution(layer, roles: Roles, qkv, cache, conv_state, lengths) -> torch.
         )
         return y.transpose(1, 2)
     if cache is not None:
-        index = at(layer, roles.index)
+        index = at(roles.index)(layer)
         x = cache.update_conv_state(x, index, conv_kernel_size=weight.shape[-1])
     y = convolved(
         roles.activation,
