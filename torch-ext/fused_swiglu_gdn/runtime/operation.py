@@ -1,7 +1,7 @@
 """`Operation`: what a call means, which kernels compute it, and how torch sees it."""
 
 import functools
-from typing import Callable, Optional, Sequence, Tuple
+from typing import Callable, Collection, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -349,6 +349,11 @@ def on_dense(prepare: Callable, call, *apart: str) -> Optional[Callable]:
     """
     named = list(zip(call._fields, call.tensors))
     places = [i for i, (name, x) in enumerate(named) if name not in apart and dense(x) is not x]
+    return on_contiguous(prepare, call, places)
+
+
+def on_contiguous(prepare: Callable, call, places: Collection[int]) -> Optional[Callable]:
+    """prepare(call), where the kernels need the tensors at these places of the call contiguous."""
     if not places:
         return prepare(call)
 

@@ -236,15 +236,21 @@ def carry_launch(call, split: int, slots: int) -> Launch:
     )
 
 
+def most_segments(HV: int, where: torch.device) -> int:
+    """Into how many parts a sequence is cut at most: as many as it alone needs to fill the GPU with
+    64 columns a CTA."""
+    return device.multiprocessor_count(where.index) // (2 * HV)
+
+
 def count_slots(
     N: int, T: int, HV: int, packed: bool, where: torch.device, fewest: int = FEWEST
 ) -> Tuple[int, int]:
     """(most segments of a sequence, slots for all segments of the batch): scheduler.py.
 
-    A sequence is cut into as many parts as one alone needs to fill the GPU with 64 columns a CTA,
-    if it has room for `fewest` of the shortest.
+    A sequence has as many segments as most_segments says, if there is room for `fewest` of the
+    shortest.
     """
-    split = min(device.multiprocessor_count(where.index) // (2 * HV), T // MIN_SEGMENT_TOKENS)
+    split = min(most_segments(HV, where), T // MIN_SEGMENT_TOKENS)
     if split <= 1 or T < fewest * MIN_SEGMENT_TOKENS:
         return 1, N
     return split, min(N * split, N + T // MIN_SEGMENT_TOKENS) if packed else N * split

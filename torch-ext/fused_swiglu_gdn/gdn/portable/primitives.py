@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ...runtime.launch import aligned, by_alignment
-from ...runtime.operation import on_copies
+from ...runtime.operation import on_contiguous, on_copies
 from ...runtime.primitives import sequence_bounds
 from ..call import GdnCall
 from ..chunks import CHUNK
@@ -66,16 +66,14 @@ def precision(dtype: torch.dtype) -> str:
     return "tf32"
 
 
+def far_tokens(call) -> list:
+    """The places of those of q, k, v, g and beta whose tokens are FAR from one another."""
+    return [i for i, x in enumerate(call[:5]) if x.stride(1) >= FAR]
+
+
 def on_near(prepare: Callable, call) -> Optional[Callable]:
     """prepare(call), where q, k, v, g and beta whose tokens are FAR from one another are copied."""
-    places = [i for i, x in enumerate(call[:5]) if x.stride(1) >= FAR]
-    if not places:
-        return prepare(call)
-
-    def copied(*tensors) -> list:
-        return [x.contiguous() if i in places else x for i, x in enumerate(tensors)]
-
-    return on_copies(prepare, call, copied)
+    return on_contiguous(prepare, call, far_tokens(call))
 
 
 def on_read(kind: Callable, call, *places: int, lies: Callable) -> Callable:

@@ -13,11 +13,11 @@ from ...gdn.hopper.plan import (
     carry_launch,
     count_slots,
     lies_for_tma,
+    most_segments,
     token_map,
 )
 from ...gdn.hopper.scan import gdn_scan_fwd_kernel
 from ...gdn.hopper.scheduler import LONE_LOOK_BACK, LOOK_BACK
-from ...runtime import device
 from ...runtime.dtypes import SERVED
 from ...runtime.gluon import tile_map
 from ...runtime.launch import Launch, aligned, by_alignment
@@ -70,13 +70,13 @@ class Scan:
         every = max(options.checkpoint_every // CHUNK, 1)
         in_place = call.state_indices is not None
         facts = (N, call.T, HV, packed, v.device)
-        most = device.multiprocessor_count(v.device.index) // (2 * HV)
+        several = most_segments(HV, v.device) > 2
         split, slots = 1, N
-        if most > 2:
+        if several:
             split, slots = count_slots(*facts)
         elif not in_place and (call.A_log is None or options.lower_bound is not None):
             split, slots = count_slots(*facts, fewest=2)
-        found = split > 1 and most > 2
+        found = several and split > 1
         self.cuts = split, (LOOK_BACK if found else LONE_LOOK_BACK).value
 
         def launch(transition: int) -> Launch:
@@ -101,14 +101,13 @@ class Scan:
     def __call__(self, tokens, blocks, cu_seqlens, states, k_end, decay=None) -> None:
         """The arguments of gdn/portable/scan.py's Scan, with Ke, and with cuts decay."""
         initial_state, state_indices, final, checkpoints = states
-        operands, o, warm = (*tokens, *blocks, k_end), tokens[3], None
+        operands, o = (*tokens, *blocks, k_end), tokens[3]
+        warm = None if self.transition is None else decay.new_empty(self.warm)
+        rest = (state_indices, cu_seqlens, decay, warm, o)
         if self.transition is not None:
             pool = None if state_indices is None else initial_state
-            warm = decay.new_empty(self.warm)
-            rest = (state_indices, cu_seqlens, decay, warm, o)
             self.transition(*operands, initial_state, final, None, *rest)
             self.carry(pool, state_indices, cu_seqlens, warm, o)
-        rest = (state_indices, cu_seqlens, decay, warm, o)
         self.kernel(*operands, initial_state, final, checkpoints, *rest)
 
 

@@ -1,5 +1,6 @@
 """A bound of what a chunk keeps of the state, for cuts of long sequences (docs/kda.md)."""
 
+from ...gdn.hopper.primitives import D
 from ...gdn.portable.gates import LOG2_E
 from ...runtime.gluon import gl, gluon
 from .gates import raw_log_decay
@@ -20,6 +21,13 @@ QUARTERS = gl.constexpr(
 
 
 @gluon.jit
+def tokens_of_rows():
+    """The token of a chunk that each number [4, 16] is of."""
+    b = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(1, ROWS)), 1)
+    return 16 * b + gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, ROWS)), 0)
+
+
+@gluon.jit
 def _slowest_gates(g_smem, rate, dt_bias_ptr, hv, RAW: gl.constexpr, LOWER: gl.constexpr):
     """The largest gate of each token [4, 16]. Gates fall where raw ones rise."""
     _, _, _, d = positions()
@@ -27,7 +35,7 @@ def _slowest_gates(g_smem, rate, dt_bias_ptr, hv, RAW: gl.constexpr, LOWER: gl.c
     for p in range(4):
         x = tokens(g_smem.index(p)).to(gl.float32)
         if RAW and dt_bias_ptr is not None:
-            x += gl.load(dt_bias_ptr + hv * 128 + 32 * p + d).to(gl.float32)
+            x += gl.load(dt_bias_ptr + hv * D + 32 * p + d).to(gl.float32)
         x = x.reshape([4, 2, 8, 4, 8])
         x = gl.min(x, 4) if RAW else gl.max(x, 4)
         x = gl.convert_layout(x, QUARTERS, assert_trivial=True)
@@ -45,7 +53,5 @@ def store_decay(
     beta k k^T) stretches no vector by more than exp(max g) max(1, |1 - beta|) where |k| is at most
     1."""
     g = _slowest_gates(g_smem, rate, dt_bias_ptr, hv, RAW, LOWER)
-    b = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(1, ROWS)), 1)
-    t = 16 * b + gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, ROWS)), 0)
     x = g * LOG2_E + gl.log2(gl.maximum(gl.abs(1.0 - beta), 1.0))
-    gl.store(ptr, gl.sum(gl.sum(gl.where(t < rest, x, 0.0), 1), 0))
+    gl.store(ptr, gl.sum(gl.sum(gl.where(tokens_of_rows() < rest, x, 0.0), 1), 0))

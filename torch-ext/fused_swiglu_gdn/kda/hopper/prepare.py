@@ -29,7 +29,7 @@ from ...runtime.gluon import (
     tma_store_wait,
 )
 from ...runtime.primitives import exact_exp2
-from .decay import ROWS, store_decay
+from .decay import store_decay, tokens_of_rows
 from .gates import exp2_short, rate_of, raw_log_decay
 from .levels import (
     TILE,
@@ -228,8 +228,7 @@ def _store_lengths(ptr, x):
 @gluon.jit
 def _beta(ptr, stride, rest, BETA_MAX: gl.constexpr, DTYPE: gl.constexpr):
     """beta [4, 16], rounded as by _store_lengths of portable/prepare.py; `rest` tokens are left."""
-    b = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(1, ROWS)), 1)
-    t = 16 * b + gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, ROWS)), 0)
+    t = tokens_of_rows()
     beta = gl.load(ptr + t * stride, mask=t < rest, other=0.0)
     beta = gl.where(t < rest, write_strength(beta, BETA_MAX), 0.0)
     if DTYPE == gl.bfloat16:

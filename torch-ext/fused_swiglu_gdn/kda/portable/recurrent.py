@@ -3,9 +3,9 @@ channel of the keys (gdn/portable/delta.py)."""
 
 from typing import Callable, Optional
 
-from ...gdn.portable.primitives import FAR
+from ...gdn.portable.primitives import far_tokens
 from ...gdn.portable.recurrent import prepare_gdn_recurrent_fwd
-from ...runtime.operation import on_copies, on_dense
+from ...runtime.operation import on_contiguous, on_dense
 from ..call import KdaStepCall
 
 
@@ -16,14 +16,8 @@ def on_dense_gates(prepare: Callable, call, *apart: str) -> Optional[Callable]:
     dense = (K == 1 or call.g.stride(3) == 1) and (HV == 1 or call.g.stride(2) == K)
     places = set() if dense else {3}
     if not isinstance(call, KdaStepCall):
-        places.update(i for i, x in enumerate(call[:5]) if x.stride(1) >= FAR)
-    if not places:
-        return on_dense(prepare, call, *apart)
-
-    def copied(*tensors):
-        return [x.contiguous() if i in places else x for i, x in enumerate(tensors)]
-
-    return on_copies(lambda call: on_dense(prepare, call, *apart), call, copied)
+        places.update(far_tokens(call))
+    return on_contiguous(lambda call: on_dense(prepare, call, *apart), call, places)
 
 
 def prepare_kda_recurrent_fwd(call: KdaStepCall) -> Optional[Callable]:
