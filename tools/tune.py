@@ -43,7 +43,7 @@ def lookups(call: Callable) -> Dict[tuple, dict]:
 @contextlib.contextmanager
 def replaced(nearest: Callable):
     """Inside, the look-up is another function, and nothing that was chosen before is remembered."""
-    tuning, forget = submodule("runtime.tuning"), submodule("runtime.recording").forget
+    tuning, forget = submodule("runtime.tuning"), submodule("runtime.device").forget
     original, tuning._nearest = tuning._nearest, nearest
     forget()
     try:

@@ -23,7 +23,7 @@ def hopper(kernel, monkeypatch):
     .ahead and .launched: (key, name) of what was to be compiled, and of what was launched.
     """
     ahead, launch = submodule("runtime.ahead"), submodule("runtime.launch")
-    recording, device = submodule("runtime.recording"), submodule("runtime.device")
+    device = submodule("runtime.device")
     for name in ("graphs", "graph_rules", "rehearsal"):
         monkeypatch.setattr(submodule(f"models.{name}"), "Graph", Eager)
     kernel.ahead, kernel.launched = [], []
@@ -38,7 +38,7 @@ def hopper(kernel, monkeypatch):
 
     monkeypatch.setattr(ahead, "_compile", compile_one)
     chip = device.Chip("NVIDIA_H200", (9, 0), 132)
-    with launch.watched(take), recording.pretending(chip):
+    with launch.watched(take), device.pretending(chip):
         yield kernel
 
 

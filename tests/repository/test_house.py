@@ -21,18 +21,6 @@ OPERATIONS = ROOMS[3:-3]
 KINDS = {"chunks": 0, "call": 0, "reference": 1, "checks": 1, "portable": 1, "hopper": 2, "ops": 3}
 KERNELS = ("portable", "hopper")
 SHARED = ("chunks", "call")
-# of runtime: what is imported where there is no Triton
-EVERYWHERE = (
-    "dispatch",
-    "device",
-    "tuning",
-    "verify",
-    "checks",
-    "ops",
-    "operation",
-    "cache",
-    "call",
-)
 API = 4
 MAX_FILE, MAX_KERNEL, MAX_FUNCTION = 400, 150, 60
 # Parameters. On the host more are a call (gdn/call.py); a kernel can take no object.
@@ -60,10 +48,19 @@ def place(parts) -> tuple:
     return parts[0], kind if kind in ("ops", "checks") else parts[1]
 
 
-def imported(path):
-    """(parts of a module of this package, line) for each import in the file."""
+def at_import(tree) -> list:
+    """The nodes that are executed when the module is imported: all but the bodies of functions."""
+    nodes = [tree]
+    for node in nodes:  # appended to while iterating
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            nodes += ast.iter_child_nodes(node)
+    return nodes
+
+
+def imported(path, nodes=None):
+    """(parts of a module of this package, line) for each import in the file, or of these nodes."""
     package = path.relative_to(PACKAGE).parent.parts
-    for node in ast.walk(tree_of(path)):
+    for node in ast.walk(tree_of(path)) if nodes is None else nodes:
         if isinstance(node, ast.Import):
             assert not any(a.name.startswith("fused_swiglu_gdn") for a in node.names)
         if not isinstance(node, ast.ImportFrom):
@@ -141,22 +138,44 @@ def test_sizes(room):
                 assert taken <= most or node.name in exported(), f"{where} takes {taken} parameters"
 
 
+def foreign(path) -> set:
+    """Top-level names of other packages that the module imports when it is imported."""
+    names = set()
+    for node in at_import(tree_of(path)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names.add(node.module.partition(".")[0])
+    return names
+
+
 @every_room
-def test_python_39_grammar_and_lazy_triton(room):
+def test_python_39_grammar_and_no_optional_packages(room):
     for path in files_of(room):
-        tree = tree_of(path)
-        names = {
-            name.split(".")[0]
-            for node in tree.body
-            if isinstance(node, (ast.Import, ast.ImportFrom)) and not getattr(node, "level", 0)
-            for name in ([node.module] if isinstance(node, ast.ImportFrom) else
-                         [alias.name for alias in node.names])
-        }  # fmt: skip
-        if "triton" in names:
-            parts = path.relative_to(PACKAGE).with_suffix("").parts
-            launches = parts[0] == "runtime" and parts[1] not in EVERYWHERE
-            assert launches or place(parts)[1] in KERNELS, f"{path.name} imports triton"
-        assert not names & {"transformers", "kernels", "numpy", "huggingface_hub"}, path.name
+        assert not foreign(path) & {"transformers", "kernels", "numpy", "huggingface_hub"}, path
+
+
+def test_importing_the_package_imports_no_triton():
+    """Where there is no Triton, or an old one, the package serves plain torch: whatever its
+    __init__.py imports, directly or through others, does without. Kernels are imported by
+    runtime/dispatch.py, and by functions that run beside kernels alone."""
+    reached = [PACKAGE / "__init__.py"]
+    for path in reached:  # appended to while iterating
+        assert "triton" not in foreign(path), f"{path} imports triton; {reached_by(reached, path)}"
+        for parts, _ in imported(path, at_import(tree_of(path))):
+            folders = [
+                PACKAGE.joinpath(*parts[:n], "__init__.py") for n in range(1, len(parts) + 1)
+            ]
+            module = PACKAGE.joinpath(*parts).with_suffix(".py")
+            reached += [x for x in (*folders, module) if x in FILES and x not in reached]
+    assert len(reached) > 100
+
+
+def reached_by(paths: list, target) -> str:
+    """The first of the files that imports the target, for a message."""
+    parts = target.relative_to(PACKAGE).with_suffix("").parts
+    found = [p for p in paths if parts in {x for x, _ in imported(p, at_import(tree_of(p)))}]
+    return f"it is imported by {found[0]}" if found else "it is where imports begin"
 
 
 @every_room

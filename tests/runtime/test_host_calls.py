@@ -69,7 +69,7 @@ def hopper(kernel, monkeypatch):
 
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(device, "pretended", device.Chip("NVIDIA_H200", (9, 0), 132))
-    forget = submodule("runtime.recording").forget
+    forget = submodule("runtime.device").forget
     forget()
     with pretending(monkeypatch):
         yield kernel

@@ -10,7 +10,7 @@ from torch import nn
 
 from .. import layers
 from ..layers.forward import Arguments
-from ..runtime.recording import pretending
+from ..runtime.device import pretending
 from .delta_trial import EPS, DeltaTrial, Packing
 from .stand_ins import Part, put, quiet, random, twin_of
 from .trial import plain_values

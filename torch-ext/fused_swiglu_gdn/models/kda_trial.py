@@ -15,7 +15,7 @@ from torch import nn
 from ..layers import kda
 from ..layers.forward import Arguments
 from ..layers.kda import Roles
-from ..runtime.recording import pretending
+from ..runtime.device import pretending
 from .code import Refused
 from .delta_trial import EPS, VALUES, Copies, DeltaTrial, Packing, ReadsNoValues
 from .kda_flows import Flows, rescaled

@@ -3,8 +3,9 @@
 import contextlib
 import functools
 import os
+import sys
 import threading
-from typing import NamedTuple, Optional, Tuple
+from typing import Iterator, NamedTuple, Optional, Tuple
 
 import torch
 
@@ -17,7 +18,34 @@ class Chip(NamedTuple):
     multiprocessors: int
 
 
-pretended: Optional[Chip] = None  # what every tensor is taken to be on: runtime/recording.py
+pretended: Optional[Chip] = None  # what every tensor is taken to be on: pretending()
+
+
+@contextlib.contextmanager
+def pretending(chip: Optional[Chip]) -> Iterator[None]:
+    """Treats CPU tensors as if they were on this chip, or on none."""
+    global pretended
+    if chip is pretended:
+        yield
+        return
+    forget()
+    before, pretended = pretended, chip
+    try:
+        yield
+    finally:
+        pretended = before
+        forget()
+
+
+def forget() -> None:
+    """Clears the package's caches of facts about the device and of calls."""
+    package = __package__.rpartition(".")[0]
+    for name, module in list(sys.modules.items()):
+        if name.startswith(package):
+            for value in list(vars(module).values()):
+                clear = getattr(value, "cache_clear", None)
+                if callable(clear) and not isinstance(value, type):
+                    clear()
 
 
 def is_gpu(device: torch.device) -> bool:

@@ -7,7 +7,6 @@ for record in records:
 """
 
 import contextlib
-import sys
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional
 
 from triton.backends.compiler import GPUTarget
@@ -15,6 +14,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime import jit
 
 from . import device
+from .device import pretending
 from .launch import Launch, watched
 
 
@@ -76,29 +76,3 @@ def recorded(chip: Optional[device.Chip] = None) -> Iterator[List[Record]]:
 
     with watched(keep), pretending(chip or device.pretended):
         yield records
-
-
-@contextlib.contextmanager
-def pretending(chip: Optional[device.Chip]) -> Iterator[None]:
-    """Treats CPU tensors as if they were on this chip, or on none."""
-    if chip is device.pretended:
-        yield
-        return
-    forget()
-    before, device.pretended = device.pretended, chip
-    try:
-        yield
-    finally:
-        device.pretended = before
-        forget()
-
-
-def forget() -> None:
-    """Clears the package's caches of facts about the device and of calls."""
-    package = __package__.rpartition(".")[0]
-    for name, module in list(sys.modules.items()):
-        if name.startswith(package):
-            for value in list(vars(module).values()):
-                clear = getattr(value, "cache_clear", None)
-                if callable(clear) and not isinstance(value, type):
-                    clear()
