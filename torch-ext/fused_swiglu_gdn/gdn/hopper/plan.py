@@ -20,7 +20,7 @@ from ..call import GdnCall
 from ..portable import prepare as portable
 from ..portable.chunk import NewStates
 from ..portable.cuts import FEWEST
-from ..portable.primitives import EXACT_FP32
+from ..portable.primitives import EXACT_FP32, are_served
 from .carry import gdn_carry_kernel
 from .prepare import gdn_prepare_fwd_kernel
 from .scan import gdn_scan_fwd_kernel
@@ -43,6 +43,7 @@ def computes(call) -> bool:
     """True for dtypes and sizes of the kernels of this folder, on a GPU that has their products."""
     return (
         device.has_wgmma(call.device)
+        and are_served(call)
         and call.q.dtype in HALF
         and call.q.dtype == call.k.dtype == call.v.dtype
         and call.K == call.V == HEAD_DIM

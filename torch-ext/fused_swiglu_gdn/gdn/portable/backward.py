@@ -11,7 +11,6 @@ from typing import Callable, Optional
 import torch
 
 from ...runtime import device, tuning
-from ...runtime.dtypes import SERVED
 from ...runtime.launch import steps
 from ...runtime.operation import on_copies, on_dense
 from ...runtime.sizes import next_power_of_2
@@ -22,7 +21,7 @@ from .backward_key import key_launch
 from .backward_query import query_launch
 from .backward_states import States
 from .prepare import Prepare
-from .primitives import FAR, are_reached, on_read
+from .primitives import FAR, are_served, on_read
 
 # fields of a GdnBackward that kernels take with any strides
 APART = ("g", "beta", "initial_state", "do", "d_final_state", "tb", "p", "f")
@@ -36,11 +35,7 @@ def prepare_gdn_chunk_bwd(call: GdnBackward) -> Optional[Callable]:
     For head dims up to 256 and fp16, bf16 or fp32. Without value heads no program would write dq
     and dk.
     """
-    if call.q.dtype not in SERVED or max(call.K, call.V) > 256 or call.HV == 0:
-        return None
-    if not are_reached(call.initial_state, call.d_final_state):
-        return None
-    return on_dense(_prepare, call, *APART)
+    return on_dense(_prepare, call, *APART) if are_served(call) and call.HV > 0 else None
 
 
 def _prepare(call: GdnBackward) -> Callable:

@@ -6,7 +6,6 @@ from typing import Callable, Optional
 import torch
 
 from ...runtime import device
-from ...runtime.dtypes import SERVED
 from ...runtime.launch import by_alignment, steps
 from ...runtime.operation import on_dense
 from ...runtime.tuning import lookup
@@ -16,7 +15,7 @@ from .backward import prepare_gdn_chunk_bwd  # noqa: F401
 from .context import Carry
 from .cuts import FEWEST, WHOLE, tokens_at_cut
 from .prepare import Prepare
-from .primitives import are_reached, on_near
+from .primitives import are_served, on_near
 from .scan import Scan
 
 
@@ -67,11 +66,7 @@ def prepare_gdn_chunk_fwd(call: GdnCall) -> Optional[Callable]:
 
     For head dims up to 256 and fp16, bf16 or fp32.
     """
-    if call.q.dtype not in SERVED or max(call.K, call.V) > 256:
-        return None
-    if not are_reached(call.initial_state):
-        return None
-    return on_dense(_prepare, call, "g", "beta", "initial_state")
+    return on_dense(_prepare, call, "g", "beta", "initial_state") if are_served(call) else None
 
 
 def _prepare(call: GdnCall) -> Callable:

@@ -61,13 +61,19 @@ def channel_log_decay(g, A_log_ptr, dt_bias_ptr, hv, at, mask, LOWER: tl.constex
 
 
 @triton.jit
+def at_least(x, LEAST: tl.constexpr):
+    """max(x, LEAST); NaN stays NaN."""
+    return tl.maximum(x, LEAST, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def to_log2(g):
     """log2 of the decay whose natural logarithm is g, clamped at -200.
 
     2^-200 is 0 in fp32; without the clamp one reset would cost its chunk all precision.
     """
     # log2(e) in two parts: in fp32 it is off by 1.3e-8, which a state that decays for long shows
-    return tl.maximum(g * LOG2_E + g * LOG2_E_REST, -200.0)
+    return at_least(g * LOG2_E + g * LOG2_E_REST, -200.0)
 
 
 @triton.jit

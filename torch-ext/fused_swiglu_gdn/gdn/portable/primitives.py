@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ...runtime.dtypes import SERVED
 from ...runtime.launch import aligned, by_alignment
 from ...runtime.operation import on_contiguous, on_copies
 from ...runtime.primitives import sequence_bounds
@@ -104,10 +105,14 @@ def _is_whole(x: torch.Tensor) -> bool:
     return x.is_contiguous() and aligned(x)
 
 
-def are_reached(*states: Optional[torch.Tensor]) -> bool:
-    """True if 32-bit offsets span the matrices [K, V] of these states, of any strides."""
+def are_served(call) -> bool:
+    """True for a call of a chunked form, or of its gradient, that kernels can compute: fp16, bf16
+    or fp32, head dims of up to 256, and states whose matrices [K, V] 32-bit offsets span."""
+    dtypes = {call.q.dtype, call.g.dtype, call.beta.dtype}
+    states = [call.initial_state, getattr(call, "d_final_state", None)]
     steps = [(*x.shape[2:], *x.stride()[2:]) for x in states if x is not None]
-    return all((K - 1) * row + (V - 1) * column < 2**31 for K, V, row, column in steps)
+    reached = all((K - 1) * row + (V - 1) * column < 2**31 for K, V, row, column in steps)
+    return reached and dtypes.issubset(SERVED) and max(call.K, call.V) <= 256
 
 
 def kv_strides(state: Optional[torch.Tensor], v_first: bool) -> tuple:

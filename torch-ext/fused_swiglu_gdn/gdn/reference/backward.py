@@ -18,8 +18,7 @@ import torch
 
 from ...runtime.dtypes import at_least_fp32
 from ..call import GdnBackward
-from ..chunks import CHUNK
-from .chunk import to_chunks
+from .chunk import decays, to_chunks
 from .common import Inputs, prepare_inputs, spans
 
 
@@ -53,15 +52,13 @@ def _chunked(x: Inputs, do, S, dS):
     if T == 0:
         return Inputs(*(torch.zeros_like(y) for y in x)), dS
     x, do = Inputs(*(to_chunks(y) for y in x)), to_chunks(do)
-    G = x.g.cumsum(-1)  # [B, H, R, NT, C]
-    future = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=G.device).triu(1)
-    decay = (G.unsqueeze(-1) - G.unsqueeze(-2)).masked_fill(future, float("-inf")).exp()
+    decay = decays(x.g)  # [B, H, R, NT, C, C]
     qk, kk = x.q @ x.k.mT * decay, x.k @ x.k.mT * decay  # [B, H, R, NT, C, C]
     T_beta = torch.linalg.solve_triangular(
         x.beta.unsqueeze(-1) * kk, torch.diag_embed(x.beta), upper=False, unitriangular=True
     )
     kk = kk.tril(-1)
-    gam, gam_end = G.exp().unsqueeze(-1), (G[..., -1:] - G).exp().unsqueeze(-1)
+    gam, gam_end = x.g.cumsum(-1).exp().unsqueeze(-1), decay[..., -1, :, None]
     S, W, X, dS, dV, dW, dS0 = passes(x, gam, gam_end * x.k, T_beta, qk, do, S, dS)
 
     dP = do @ W.mT * decay  # [B, H, R, NT, C, C]

@@ -28,26 +28,34 @@ def to_chunks(x: torch.Tensor) -> torch.Tensor:
     return x.unflatten(3, (-1, CHUNK))
 
 
+def decays(g: torch.Tensor) -> torch.Tensor:
+    """Gam [.., C, C] of gates g [.., C].
+
+    Each G_i - G_j is a sum of its own: a difference would be NaN where a gate is -inf, and have the
+    rounding errors of all that came before where one is large.
+    """
+    between = g.unsqueeze(-1).expand(*g.shape, g.shape[-1]).tril(-1).cumsum(-2)
+    return between.exp().tril()
+
+
 def _chunked(x: Inputs, S: torch.Tensor, checkpoint_every: int):
     """The chunk form. S [B, H, R, K, V] -> o [B, H, R, T, V], S and the checkpointed states."""
     T = x.v.shape[3]
     if T == 0:
         return no_tokens(x, S), S, []
     q, k, v, g, beta = (to_chunks(y) for y in x)  # padding: beta = 0 and g = 0 change nothing
-    G = g.cumsum(-1)  # [B, H, R, NT, C]
-    future = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).triu(1)
-    decay = (G.unsqueeze(-1) - G.unsqueeze(-2)).masked_fill(future, float("-inf")).exp()
+    decay = decays(g)  # [B, H, R, NT, C, C]
     P = (q @ k.mT) * decay  # [B, H, R, NT, C, C]
     A = beta.unsqueeze(-1) * (k @ k.mT) * decay  # unit diagonal is understood by the solve below
     # T = (I + strictly_lower(A))^-1 diag(beta)
     T_beta = torch.linalg.solve_triangular(
         A, torch.diag_embed(beta), upper=False, unitriangular=True
     )
-    gam = G.exp().unsqueeze(-1)  # [B, H, R, NT, C, 1]
-    k_end = k * (G[..., -1:] - G).exp().unsqueeze(-1)  # [B, H, R, NT, C, K]
+    gam = g.cumsum(-1).exp().unsqueeze(-1)  # [B, H, R, NT, C, 1]
+    k_end = k * decay[..., -1, :, None]  # [B, H, R, NT, C, K]
     qk = torch.cat([q, k], -2)  # [B, H, 1, NT, 2C, K]
     o, checkpoints = [], []
-    for c in range(G.shape[3]):
+    for c in range(g.shape[3]):
         read = qk[:, :, :, c] @ S  # [B, H, R, 2C, V]
         gam_c = gam[:, :, :, c]
         new = T_beta[:, :, :, c] @ (v[:, :, :, c] - gam_c * read[..., CHUNK:, :])  # [B, H, R, C, V]

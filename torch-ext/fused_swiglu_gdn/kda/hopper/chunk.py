@@ -18,7 +18,7 @@ from ...gdn.hopper.plan import (
 )
 from ...gdn.hopper.scan import gdn_scan_fwd_kernel
 from ...gdn.hopper.scheduler import LONE_LOOK_BACK, LOOK_BACK
-from ...runtime.dtypes import SERVED
+from ...gdn.portable.primitives import are_served
 from ...runtime.gluon import tile_map
 from ...runtime.launch import Launch, aligned, by_alignment
 from ..call import KdaCall
@@ -31,9 +31,7 @@ from .plan import HEAD_DIM, Prepare, computes
 def prepare_kda_chunk_fwd(call: KdaCall) -> Optional[Callable]:
     """The function that prepare_kda_chunk_fwd of portable/chunk.py describes, with the prepare
     above; None for other calls."""
-    if {call.g.dtype, call.beta.dtype}.issubset(SERVED) and call.V <= 256:
-        return on_dense_gates(_prepare, call, "initial_state")
-    return None
+    return on_dense_gates(_prepare, call, "initial_state") if are_served(call) else None
 
 
 def _prepare(call: KdaCall) -> Optional[Callable]:

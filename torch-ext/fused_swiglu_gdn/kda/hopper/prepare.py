@@ -13,7 +13,7 @@ block has 1 in place of 4.
 from ...gdn.hopper.blocks import operand
 from ...gdn.hopper.primitives import C, D, locate
 from ...gdn.hopper.scheduler import before_cut
-from ...gdn.portable.gates import LOG2_E, LOG2_E_REST, write_strength
+from ...gdn.portable.gates import LOG2_E, LOG2_E_REST, at_least, write_strength
 from ...gdn.portable.primitives import level
 from ...runtime.gluon import (
     as_box,
@@ -336,7 +336,7 @@ def kda_prepare_fwd_kernel(
         if RAW:
             g = raw_log_decay(g, rate, dt_bias_ptr, hv * D + 32 * p + d, LOWER)
             g = gl.where(ok, g, 0.0)
-        g = gl.maximum(g, LEAST)
+        g = at_least(g, LEAST)
         k = (tokens(k_smem.index(p)).to(gl.float32) * rk).to(gl.float16)
         q = (tokens(q_smem.index(p)).to(gl.float32) * rq).to(gl.float16)
         total = gl.sum(gl.sum(g, 1), 1)  # [4, 32]

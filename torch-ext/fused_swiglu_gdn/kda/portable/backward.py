@@ -13,8 +13,8 @@ import torch
 from ...gdn.portable.backward import cut, fitted, near, padded
 from ...gdn.portable.backward_beta import small_betas
 from ...gdn.portable.backward_states import gdn_backward_states
+from ...gdn.portable.primitives import are_served
 from ...runtime import device
-from ...runtime.dtypes import SERVED
 from ...runtime.tuning import lookup
 from ..call import KdaBackward, has_gradient
 from .backward_channels import kda_backward_channels
@@ -36,7 +36,7 @@ def prepare_kda_chunk_bwd(
     states_kind(call, do): the function of the passes over the states.
     """
     fits = has_gradient(call.K, call.V, call.q.dtype, call.q.device) and call.HV > 0
-    if not fits or not {call.g.dtype, call.beta.dtype}.issubset(SERVED):
+    if not fits or not are_served(call):
         return None
 
     def prepare(call: KdaBackward) -> Callable:

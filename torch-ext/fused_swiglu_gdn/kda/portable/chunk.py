@@ -6,9 +6,9 @@ import torch
 
 from ...gdn.portable.chunk import NewStates, kind_of
 from ...gdn.portable.cuts import WHOLE
+from ...gdn.portable.primitives import are_served
 from ...gdn.portable.scan import Scan
 from ...runtime import device
-from ...runtime.dtypes import SERVED
 from ...runtime.launch import by_alignment
 from ..call import KdaCall
 from .backward import prepare_kda_chunk_bwd  # noqa: F401
@@ -22,10 +22,7 @@ def prepare_kda_chunk_fwd(call: KdaCall) -> Optional[Callable]:
 
     For head dims up to 256 and fp16, bf16 or fp32.
     """
-    dtypes = {call.q.dtype, call.g.dtype, call.beta.dtype}
-    if not dtypes.issubset(SERVED) or max(call.K, call.V) > 256:
-        return None
-    return on_dense_gates(_prepare, call, "initial_state")
+    return on_dense_gates(_prepare, call, "initial_state") if are_served(call) else None
 
 
 def _prepare(call: KdaCall) -> Callable:
