@@ -119,13 +119,14 @@ def _by_kernel(loss: Callable) -> Callable:
 @functools.cache
 def _forward_by_kernel(own: type) -> Callable:
     """The forward of a served model of this class, and its loss function."""
+    get = own.loss_function.fget  # torch.compile cannot trace this attribute of a property
 
     @functools.wraps(own.forward)
     def forward(self, *args, **kwargs):
         return own.forward(self, *args, **kwargs)
 
     def loss_function(self):
-        found = own.loss_function.fget(self)
+        found = get(self)
         if torch.compiler.is_compiling() or not is_next_token_loss(found):
             return found
         return _by_kernel(found)
