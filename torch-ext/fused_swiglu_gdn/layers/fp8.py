@@ -1,14 +1,14 @@
 """transformers' FP8Linear, and MLPs of them: x in e4m3 by one launch, the product by another.
 
-A scale stands for 128 columns of x and 128 x 128 values of the weight. x is quantised once for all
-modules that take it one after another: an attention module's queries, keys and values. Whatever is
-traced or compiled is the forward of the module's own class.
+A scale stands for 128 columns of x and 128 x 128 values of the weight. x is quantised once for
+modules that are asked together, as an attention module's queries, keys and values, and in every
+call of a module by itself: nothing is kept. Whatever is traced or compiled is the forward of the
+module's own class.
 """
 
 import contextlib
 import functools
 import threading
-import weakref
 from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
@@ -75,7 +75,7 @@ def scheme_of(linear: nn.Module) -> Tuple[object, object, object]:
     return block, attributes.get("activation_scheme"), scale
 
 
-MLPS = ("SwiGLUMLP", "SwiGLUGateUp")
+MLPS = ("SwiGLUMLP", "SwiGLUGateUp")  # that add a residual to what few tokens give
 SCHEME = ((BLOCK, BLOCK), "dynamic", None)  # that is served
 PARAMETERS = ("weight", "weight_scale_inv", "bias")
 NAMED, LISTED = frozenset(PARAMETERS), list(SCHEME[0])
@@ -146,100 +146,47 @@ def for_many(weights: Sequence[Weight]) -> Optional[List[Weight]]:
     return None if any([w.product is None for w in found]) else found
 
 
-class _Last(threading.local):
-    """The result that was quantised last in a thread, while its source is alive."""
-
-    x: Optional[weakref.ref] = None
-    found: Optional[Quantised] = None
-    facts: tuple = ()
-    users: tuple = ()  # the modules that have had it; one that comes again gets a new one
-
-    def keep(self, x: torch.Tensor, found: Quantised, facts: tuple, user: int) -> None:
-        mine = self.__dict__
-
-        def forget(x):
-            if mine.get("x") is x:
-                mine.update(x=None, found=None)
-
-        self.x, self.found = weakref.ref(x, forget), found
-        self.facts, self.users = facts, (user,)
-
-
-_last = _Last()
-
-
-class _Given(threading.local):
-    """The result of a norm in FP8, for the module that is called with it."""
-
-    it: Optional["Given"] = None
-
-
-_given = _Given()
-
-
 class Given:
-    """x in FP8 is `found`, as long as x does not change. Both are of one launch, so what may read x
-    may read it; x is no inference tensor, whose changes are not counted.
+    """The result x of a norm is `codes` in FP8, for the module that is called with x.
 
     residual: of x's shape, or None. An MLP of a few tokens adds it to its result, and says so by
     `added`.
     """
 
-    __slots__ = ("x", "version", "found", "residual", "added")
+    __slots__ = ("x", "codes", "residual", "added")
+
+
+class _Waiting(threading.local):
+    """What a decoder layer gives to the module that it calls, until that has taken it."""
+
+    it: Optional[Given] = None
+
+
+_waiting = _Waiting()
 
 
 def with_codes(
     x: torch.Tensor, codes: Quantised, residual: Optional[torch.Tensor], call: Callable, *args
 ) -> tuple:
-    """(call(*args), whether that has added the residual), inside of which codes are x in FP8."""
-    it, before = Given(), _given.it
-    it.x, it.version, it.found, it.residual, it.added = x, x._version, codes, residual, False
-    _given.it = it
+    """(call(*args), whether that has added the residual); call is of a module that quantises x, and
+    takes the codes once."""
+    it = Given()
+    it.x, it.codes, it.residual, it.added = x, codes, residual, False
+    _waiting.it = it
     try:
         return call(*args), it.added
     finally:
-        _given.it = before
+        _waiting.it = None
 
 
-def given_of(x: torch.Tensor) -> Optional[Given]:
-    """Returns x in FP8, if that has been given."""
-    it = _given.it
-    return it if it is not None and it.x is x and it.version == x._version else None
-
-
-def takes_residual(part: nn.Module) -> bool:
-    """An MLP of ours, whose call gives its result and does no more."""
-    return getattr(type(part), "served_as", None) in MLPS and is_plain(part)
-
-
-def _facts(x: torch.Tensor) -> Optional[tuple]:
-    """Returns what identifies x's values, beside its identity; None where they cannot be: an
-    inference tensor does not count its changes, and what a graph captures is made when it is
-    replayed."""
-    if x.is_inference():
+def taken(x: torch.Tensor) -> Optional[Given]:
+    """Returns what is given with x, once: later, nobody can know that x is what it was. A write by
+    x.data, numpy, a graph or another library is counted nowhere."""
+    it = _waiting.it
+    if it is None or it.x is not x:
         return None
-    if x.device.type != "cuda":
-        return (x._version, x.data_ptr())
-    if torch.cuda.is_current_stream_capturing():
-        return None
-    stream = torch._C._cuda_getCurrentRawStream(x.device.index)
-    return (x._version, x.data_ptr(), stream)
-
-
-def _quantised(x: torch.Tensor, user: int) -> Optional[Quantised]:
-    """x [..., K] in FP8, as the module before `user` had it where that took the same x."""
-    it = given_of(x)
-    if it is not None:
-        return it.found
-    facts = _facts(x)
-    if facts is not None and _last.x is not None and _last.x() is x and _last.facts == facts:
-        if user not in _last.users:
-            _last.users += (user,)
-            return _last.found
-    found = QUANTISE((rows_of(x),))
-    if facts is not None and found is not None:
-        _last.keep(x, found, facts, user)
-    return found
+    _waiting.it = None
+    return it
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
@@ -273,7 +220,7 @@ def forward_of(form: Fp8Form) -> Callable:
                 (weight,) = for_many([weight]) or (None,)
             if weight is not None:
                 with no_grad():
-                    x = _quantised(input, id(self))
+                    x = QUANTISE((rows_of(input),))
                     y = None if x is None else weight.times(x, M)
                     y = None if y is None else shaped(y, input)
         if y is not None and input.requires_grad and torch.is_grad_enabled():
@@ -337,11 +284,11 @@ def _together(
 ) -> Optional[List[torch.Tensor]]:
     """The products of the M tokens x [..., K] with all weights, [..., N_i]; of few tokens in one
     launch, with those in bf16 behind them. None where nothing computes them."""
-    it, y, one = given_of(x), None, len(weights) == 1 and not plain
+    it, y, one = taken(x), None, len(weights) == 1 and not plain
     if one and it is None:
         y = QUANTISE_FEW((x, weights[0].weight, weights[0].scale))
     else:
-        codes = QUANTISE((rows_of(x),)) if it is None else it.found
+        codes = QUANTISE((rows_of(x),)) if it is None else it.codes
         if codes is None:
             return None
         if M <= MOST:
@@ -366,12 +313,14 @@ def _together(
 
 
 def quantises(part: nn.Module, x: torch.Tensor) -> bool:
-    """A module that is called with a norm's result quantises it: some of its parts are FP8Linears.
-    x: what is normed in eager mode, a plain tensor, where torch is as it was (norm.serves)."""
+    """A module that a decoder layer calls with a norm's result takes that in FP8: some of its parts
+    are FP8Linears, and nothing can change x before their products, since the module is ours and
+    calling it does no more than its forward. x: what is normed in eager mode, a plain tensor, where
+    torch is as it was (norm.serves)."""
     if x.dtype is not torch.bfloat16 or FORMS.keys().isdisjoint(map(type, part._modules.values())):
         return False
     if dispatch.forced is None and not dispatch.has_kernels_at(*MULTIPLY, x.device):
         return False
-    # what a norm gives in inference mode does not count its changes, whatever x is
-    usual = not (torch.is_inference_mode_enabled() or torch._C._len_torch_dispatch_stack())
-    return usual and x.numel() > 0
+    if getattr(type(part), "served_as", None) is None or not is_plain(part):
+        return False
+    return x.numel() > 0 and not torch._C._len_torch_dispatch_stack()

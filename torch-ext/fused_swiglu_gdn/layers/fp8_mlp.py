@@ -12,9 +12,9 @@ from .fp8 import (
     Given,
     Weight,
     for_many,
-    given_of,
     rows_of,
     shaped,
+    taken,
     takes,
     weights_of,
 )
@@ -50,8 +50,8 @@ def _computed(x: torch.Tensor, weights: List[Weight], gate_first: bool) -> Optio
         known = for_many(weights)
         if known is None:
             return None
-    it = given_of(x)
-    codes = QUANTISE((rows_of(x),)) if it is None else it.found
+    it = taken(x)
+    codes = QUANTISE((rows_of(x),)) if it is None else it.codes
     if codes is None:
         return None
     if known is None:
