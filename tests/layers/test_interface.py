@@ -26,7 +26,7 @@ def module(kernel):
     module.config = config
     word = submodule("layers.forward").Word("", "attribute", "config._attn_implementation")
     interface = submodule("layers.forward").Interface(word, eager)
-    assert interface.of(module) is interface.of(module) is SDPA
+    assert interface.of(module, {}) is interface.of(module, {}) is SDPA
     return module, interface
 
 
@@ -37,7 +37,7 @@ def test_is_remembered(module, monkeypatch):
     monkeypatch.setattr(
         registry, "get_interface", lambda self, *args: asked.append(args[0]) or before(self, *args)
     )
-    assert [interface.of(module) for _ in range(3)] == [SDPA] * 3
+    assert [interface.of(module, {}) for _ in range(3)] == [SDPA] * 3
     assert asked == ["sdpa"]
 
 
@@ -45,10 +45,10 @@ def test_another_name(module):
     module, interface = module
     for name, function in (("eager", eager), ("sdpa", SDPA)) * 2:
         module.config._attn_implementation = name
-        assert interface.of(module) is function
+        assert interface.of(module, {}) is function
     module.config._attn_implementation_internal = "of nobody"
     with pytest.raises(KeyError, match="of nobody"):
-        interface.of(module)
+        interface.of(module, {})
 
 
 def test_another_entry(module, monkeypatch):
@@ -56,17 +56,17 @@ def test_another_entry(module, monkeypatch):
     module, interface = module
     registry = modeling_utils.ALL_ATTENTION_FUNCTIONS
     monkeypatch.setitem(registry._local_mapping, "sdpa", own)
-    assert interface.of(module) is own
+    assert interface.of(module, {}) is own
     monkeypatch.delitem(registry._local_mapping, "sdpa")
-    assert interface.of(module) is SDPA
+    assert interface.of(module, {}) is SDPA
     monkeypatch.setitem(type(registry)._global_mapping, "sdpa", own)
-    assert interface.of(module) is own
+    assert interface.of(module, {}) is own
 
 
 def test_another_config(module):
     module, interface = module
     module.config = transformers.LlamaConfig(attn_implementation="eager")
-    assert interface.of(module) is eager
+    assert interface.of(module, {}) is eager
 
 
 def answers_attributes(patch, registry, kind):
@@ -99,7 +99,7 @@ def test_another_way(module, monkeypatch, change):
     """Whatever answers in place of transformers' own code is asked."""
     module, interface = module
     change(monkeypatch, modeling_utils.ALL_ATTENTION_FUNCTIONS, type(module.config))
-    assert [interface.of(module) for _ in range(2)] == [eager] * 2
+    assert [interface.of(module, {}) for _ in range(2)] == [eager] * 2
 
 
 def test_another_registry(module, monkeypatch):
@@ -107,7 +107,7 @@ def test_another_registry(module, monkeypatch):
     module, interface = module
     monkeypatch.setattr(modeling_utils, "ALL_ATTENTION_FUNCTIONS", {})
     with pytest.raises(AttributeError):
-        interface.of(module)
+        interface.of(module, {})
 
 
 def test_what_says_that_torch_compiles():

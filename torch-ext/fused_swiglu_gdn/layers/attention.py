@@ -82,9 +82,12 @@ def forward_of(form: AttentionForm) -> Callable:
 class Attention:
     """A form, prepared for calls."""
 
+    normed_and_turned = staticmethod(fused_qk_norm_rope)
+
     def __init__(self, form: AttentionForm):
         self.form = form
-        self.interface, self.index = Interface(form.implementation, form.eager), Value(form.index)
+        self.interface = Interface(form.implementation, form.eager)
+        self.index = Value(form.index or Word("", "constant"))
         self.words = Words(form.words), Words(form.training_words)
         self.updates = Words(w._replace(name=str(i)) for i, w in enumerate(form.updates))
         self.updates_with = Words(form.updates_with)
@@ -92,6 +95,25 @@ class Attention:
         self.joined = form.projections[0] if len(form.projections) == 1 else None
         self.interleaved = form.heads.rotary in ROTARY[1:]
         self.width = 2 * form.D if form.heads.gated else form.D
+
+    def norms(self, parts: dict, x: torch.Tensor) -> Optional[dict]:
+        """Keyword arguments of fused_qk_norm_rope for the norms of queries and keys, or None."""
+        form, D = self.form, self.form.D
+        q, k = parameters_of_norm(parts[form.q_norm]), parameters_of_norm(parts[form.k_norm])
+        if q is None or k is None or q[1:] != k[1:] or q[0] is None or k[0] is None:
+            return None
+        (q_weight, eps, casting_mode, offset), k_weight = q, k[0]
+        widths = form.sizes if form.heads.norm == "all" else (D, D)
+        if q_weight.shape != widths[:1] or k_weight.shape != widths[1:2]:
+            return None
+        if not q_weight.device == k_weight.device == x.device:
+            return None
+        if casting_mode == "llama" and not (q_weight.dtype is k_weight.dtype is x.dtype):
+            return None  # the product is of another dtype
+        return {
+            "q_weight": q_weight, "k_weight": k_weight, "eps": eps, "casting_mode": casting_mode,
+            "offset": offset, "norm": form.heads.norm,
+        }  # fmt: skip
 
     def updated(self, past, k: torch.Tensor, v: torch.Tensor, index, *call) -> tuple:
         """Keys and values of the cache after an update with those of these tokens."""
@@ -112,13 +134,12 @@ class Attention:
             return None
         own_tables = given.get(form.tables)
         tables = _tables(form, own_tables, x, D)
-        norms = {} if form.q_norm is None else _norms(form, parts, x, D)
+        norms = {} if form.q_norm is None else self.norms(parts, x)
         if tables is None or norms is None:
             return None
         past, mask = given.get(form.cache), given.get(form.mask)
-        function = self.interface.of(attention)
+        function, more = self.interface.of(attention, given), rest if form.rests else {}
         words = self.words[attention.training].made(attention, given, rest, own_tables)
-        more = rest if form.rests else {}
         if torch.is_autocast_enabled(x.device.type):
             if not _casts_alike(x, past, function, words, more):
                 return None
@@ -132,7 +153,8 @@ class Attention:
             q, gate = q.split(D, -1)  # [B, T, HQ, D] each
         k, v = k.view(B, T, -1, D), v.view(B, T, k.shape[-1] // D, -1)
         norms["interleaved"] = self.interleaved
-        index = None if past is None else self.index.of(attention)
+        of = self.index.attribute  # mostly: it is found without a function of ours
+        index = None if past is None else of(attention) if of else self.index.of(attention, given)
         slots = None if past is None else _slots(past, index, k)
         if slots is not None:
             q, _ = fused_qk_norm_rope(
@@ -142,7 +164,7 @@ class Attention:
             slots.cumulative_length.add_(T)
             k, v = slots.keys, slots.values
         else:
-            q, k = fused_qk_norm_rope(q, k, *tables, **norms)
+            q, k = self.normed_and_turned(q, k, *tables, **norms)
             k, v = k.transpose(1, 2), v.transpose(1, 2)
             if past is not None:
                 call = () if self.plain_update else (attention, given, rest, own_tables)
@@ -186,25 +208,6 @@ def _tables(form: AttentionForm, tables, x: torch.Tensor, D: int) -> Optional[tu
     if rotary == "channels":
         return cos.unflatten(-1, (-1, 2)), sin.unflatten(-1, (-1, 2))
     return cos, sin
-
-
-def _norms(form: AttentionForm, parts: dict, x: torch.Tensor, D: int) -> Optional[dict]:
-    """Keyword arguments of fused_qk_norm_rope for the norms of queries and keys, or None."""
-    q, k = parameters_of_norm(parts[form.q_norm]), parameters_of_norm(parts[form.k_norm])
-    if q is None or k is None or q[1:] != k[1:] or q[0] is None or k[0] is None:
-        return None
-    (q_weight, eps, casting_mode, offset), k_weight = q, k[0]
-    widths = form.sizes if form.heads.norm == "all" else (D, D)
-    if q_weight.shape != widths[:1] or k_weight.shape != widths[1:2]:
-        return None
-    if not q_weight.device == k_weight.device == x.device:
-        return None
-    if casting_mode == "llama" and not (q_weight.dtype is k_weight.dtype is x.dtype):
-        return None  # the product is of another dtype
-    return {
-        "q_weight": q_weight, "k_weight": k_weight, "eps": eps, "casting_mode": casting_mode,
-        "offset": offset, "norm": form.heads.norm,
-    }  # fmt: skip
 
 
 def _slots(cache, index: int, k: torch.Tensor):

@@ -89,16 +89,20 @@ class Word(NamedTuple):
     default: object = None  # of an argument; the type of a constant
 
 
+ALONE = ("argument", "attribute", "constant")  # sources of a value that stands by itself
+
+
 class Value:
-    """The value of a word that is an attribute or a constant."""
+    """The value of a word whose source is one of ALONE."""
 
-    def __init__(self, word: Optional[Word]):
-        self.constant = None if word is None or word.how != "constant" else word.what
-        fixed = word is None or word.how == "constant"
-        self.of = self._constant if fixed else operator.attrgetter(word.what)
+    def __init__(self, word: Word):
+        is_argument = word.how == "argument"
+        self.attribute = operator.attrgetter(word.what) if word.how == "attribute" else None
+        self.argument = (word.what, word.default) if is_argument else ("", word.what)
 
-    def _constant(self, module: nn.Module) -> object:
-        return self.constant
+    def of(self, module: nn.Module, given: dict) -> object:
+        """For a call of the module with `given`."""
+        return given.get(*self.argument) if self.attribute is None else self.attribute(module)
 
 
 class Words:
@@ -161,8 +165,9 @@ class Interface:
         self.plain = (name.how, name.what) == ("attribute", NAME)
         self.known: tuple = (None, None)  # facts and the function, which threads read together
 
-    def of(self, module: nn.Module) -> Callable:
-        """The function that the module calls; an error as from transformers if there is none."""
+    def of(self, module: nn.Module, given: dict) -> Callable:
+        """The function that the module calls, which was called with `given`; an error as from
+        transformers if there is none."""
         registry = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
         facts, (known, function) = None, self.known
         if self.plain:
@@ -180,6 +185,6 @@ class Interface:
                 pass  # of a release that keeps them elsewhere
             if facts is not None and facts == known:
                 return function
-        function = registry.get_interface(self.name.of(module), self.eager)
+        function = registry.get_interface(self.name.of(module, given), self.eager)
         self.known = facts, function
         return function

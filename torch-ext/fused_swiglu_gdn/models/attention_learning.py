@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from ..layers.attention import GATES, NORMS, ROTARY, Heads
-from ..layers.forward import PLAIN_VALUES, Word
+from ..layers.forward import ALONE, Word
 from .code import Refused
 from .stand_ins import SIZES, Cache, Interface, Opaque, Part, Raises, Read, name_of, same
-from .trial import Trial, plain_values
+from .trial import Trial, alike, plain_values
 
 
 class Case(NamedTuple):
@@ -146,14 +146,15 @@ class Learning(Trial):
         met = [word.what for word in everything if word is not None and word.how == "attribute"]
         return self.handed.intersection(met)
 
-    def form(self, partial: bool, without: bool) -> tuple:
+    def fields(self) -> tuple:
+        """The fields of an AttentionForm that follow its guards."""
         implementation, words, index, updates, updates_with = self.calls
         identities = [n for n, part in self.parts.items() if isinstance(part, nn.Module)]
         return (
             self.arguments(), self.source.checks, self.tables, self.cache,
             self.mask, index, updates, updates_with, self.plan.projections, self.sizes,
             self.plan.q_norm, self.plan.k_norm, self.plan.out, self.plan.heads, self.D, self.dims,
-            partial, without, tuple(identities), implementation, words, self.training_words,
+            False, False, tuple(identities), implementation, words, self.training_words,
             self.rests, self.eager,
         )  # fmt: skip
 
@@ -179,7 +180,10 @@ class Learning(Trial):
             updates = tuple(self.word("", v, run) for v in positional)
             updates_with = self.words(more, run)
         words = self.words(keywords, run)
-        return self.word("", name, run), words, index, updates, updates_with
+        name = self.word("", name, run)
+        if not {name.how, name.how if index is None else index.how} <= {*ALONE}:
+            raise Refused("it makes the name of its attention function, or its cache's layer")
+        return name, words, index, updates, updates_with
 
     def words(self, values: dict, run: Run) -> Tuple[Word, ...]:
         return tuple(self.word(name, value, run) for name, value in values.items())
@@ -193,7 +197,7 @@ class Learning(Trial):
             path = name_of(value)
             if path.startswith("self."):
                 return Word(name, "attribute", path[5:])
-        elif type(value) is dict and are_the_same(value, self.rest(run)):
+        elif type(value) is dict and alike(value, self.rest(run)):
             return Word(name, "rest")
         elif type(value) is dict and all(type(key) is str for key in value):
             return Word(name, "dict", self.words(value, run))
@@ -208,7 +212,7 @@ class Learning(Trial):
 
     # ------------------------------------------------------------------ numbers
 
-    def planned(self, run: Run, known: Optional[Plan] = None) -> Tuple[Plan, tuple]:
+    def planned(self, run: Run) -> Tuple[Plan, tuple]:
         """The plan that agrees with a run, and the widths of queries, keys and values."""
         module, q, k, v, _, _, out = run.interface.calls[0]
         if module is not run.twin:
@@ -232,10 +236,7 @@ class Learning(Trial):
                 raise Refused("its projections are of something else than the hidden states")
         if len(ended) != 1 or len(norms) not in (0, 2) or len(made) not in (1, 3):
             raise Refused("its parts are called in another order, or other ones")
-        plans = [known] if known is not None else _plans(made, norms, ended[0][0])
-        if known and {*known[:3], *known.projections} - {None, known[0]} != {*made, *norms}:
-            raise Refused("its forward depends on the call")
-        plan, gate = self.compared(run, made, (q, k, v), plans)
+        plan, gate = self.compared(run, made, (q, k, v), _plans(made, norms, ended[0][0]))
         y = out.reshape(*run.x.shape[:2], -1)
         y = self.parts[plan.out](y if gate is None else y * torch.sigmoid(gate))
         result = run.result
@@ -318,18 +319,3 @@ def _plans(projections: Iterable[str], norms: List[str], out: str) -> Iterator[P
 
 def _widths(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tuple[int, int, int]:
     return q.shape[1] * q.shape[3], k.shape[1] * k.shape[3], v.shape[1] * v.shape[3]
-
-
-def are_the_same(found: dict, expected: dict) -> bool:
-    """True if values are equal, and identical objects unless they are plain values."""
-    if found.keys() != expected.keys():
-        return False
-    for name, value in found.items():
-        other = expected[name]
-        if value is other:
-            continue
-        if type(value) is not type(other) or type(value) not in (*PLAIN_VALUES, dict):
-            return False
-        if not (are_the_same(value, other) if type(value) is dict else value == other):
-            return False
-    return True

@@ -12,8 +12,8 @@ from typing import Dict, List
 import torch
 from torch import nn
 
-from ..layers.attention import AttentionForm
-from ..layers.forward import Word, Words
+from ..attention.reference import qk_norm_rope_fwd
+from ..layers.attention import Attention, AttentionForm
 from ..layers.norm import NormForm
 from ..layers.own_code import found_at, names_in
 from ..layers.plain import told
@@ -21,12 +21,10 @@ from .attention_learning import (
     CASES,
     FIRST,
     PARTIAL,
-    TRAINING,
     WITHOUT,
     Case,
     Learning,
     Run,
-    are_the_same,
 )
 from .code import Refused
 from .norm_trial import norm_in
@@ -48,7 +46,7 @@ from .stand_ins import (
     readable,
     twin_of,
 )
-from .trial import WORD, called, form_key, plain_values, toggles, why_odd_module
+from .trial import WORD, alike, called, form_key, plain_values, toggles, why_odd_module
 
 # names that make a module one to look at
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -140,18 +138,17 @@ def _find(module, kind, source, values, norms) -> tuple:
         trial = _Trial(module, kind, source, norms, handed)
         try:
             with quiet(), asked_by_this_thread(trial):
-                fields = trial.fields()
+                form = trial.form((kind, source.pinned))
         except Refused as why:
             reasons.append((str(why), trial.handed))
             if not trial.handed:
                 break
             continue
-        guards = _without(values, trial.handed)
-        names = (*guards, *module._modules, "training")
+        names = (*_without(values, trial.handed), *module._modules, "training")
         reason = why_odd_module(module, kind, source, names)
         if reason is not None:
             return reason, trial.handed
-        return AttentionForm(kind, source.pinned, tuple(guards.items()), *fields), trial.handed
+        return form, trial.handed
     return reasons[0]
 
 
@@ -181,7 +178,9 @@ class _Trial(Learning):
         self.tables = self.cache = self.mask = None  # arguments
         self.width = next((features(m)[0] for m in module._modules.values() if features(m)), 0)
         self.dims, self.D = 3, 1
-        self.made: Dict[tuple, Words] = {}
+        self.projections = frozenset(
+            n for n, part in self.parts.items() if isinstance(part, Part) and part.sizes[1:]
+        )
         names = {name for function, _ in source.pinned.codes for name in names_in(function)}
         self.has_float = "float" in names
 
@@ -221,69 +220,45 @@ class _Trial(Learning):
     def marks(self) -> dict:
         return {path: self.opaque[f"self.{path}"] for path in self.handed}
 
-    def fields(self) -> tuple:
-        """The fields of an AttentionForm that the check finds."""
+    def form(self, known: tuple) -> AttentionForm:
+        """The form with which ours does what the class's forward does. known: its first fields, but
+        for the guards."""
         first, training = self.first()
         if self.cache is None and self.tables is None and self.plan.q_norm is None:
             raise Refused("it has no norm, no rotary embedding and no cache")
         self.travelling = self.those_travelling(first)
-        self.calls, self.made = self.calls_of(first), {}
-        self.training_words = self.calls_of(training)[1]
-        self.runs = {FIRST: first, TRAINING: training}
-        for case in CASES:
-            self.check(case)
-        for absent in toggles(self.others(), self.source.asked):
-            self.check(FIRST, absent=absent)
+        self.calls, self.training_words = self.calls_of(first), self.calls_of(training)[1]
         self.handed = self.those_handed()
-        kept, partial = self.plan, self.passes(PARTIAL)
-        self.plan = kept._replace(heads=kept.heads._replace(rotary=None))
-        without, self.plan = self.passes(WITHOUT), kept
+        values = plain_values(self.module, self.source.reads - self.handed - {"training"})
+        form = AttentionForm(*known, tuple(values.items()), *self.fields())
+        for case in (FIRST, *CASES):
+            self.check(form, self.called(case))
+        for absent in toggles(self.others(), self.source.asked):
+            self.check(form, self.called(FIRST, absent=absent))
+        partial, optional = form._replace(partial=True), form._replace(optional=True)
         self.keeps_dtype()
-        return self.form(partial, without)
+        return form._replace(
+            partial=self.agrees(partial, PARTIAL), optional=self.agrees(optional, WITHOUT)
+        )
 
-    def passes(self, case: Case) -> bool:
+    def agrees(self, form: AttentionForm, case: Case) -> bool:
         try:
-            self.check(case)
+            self.check(form, self.called(case))
         except Refused:
             return False
         return True
 
-    def check(self, case: Case, absent=frozenset()) -> None:
-        """Checks that a run does the same as the first one; raises Refused if not."""
-        run = self.called(case, absent=absent)
-        if absent:
-            if not _are_equal(run, self.runs[case]):
-                raise Refused("its forward depends on the call")
-        elif self.planned(run, self.plan)[0] != self.plan:
+    def check(self, form: AttentionForm, run: Run) -> None:
+        """Checks that ours gives the cache, the attention function and the parts of the module what
+        the class's forward gives them, and returns the same; raises Refused if not."""
+        given = {n: Cache(n) if type(v) is Cache else v for n, v in run.given.items()}
+        self.log, self.interface = [], Interface([])
+        self.interface.log = self.log
+        result = _Ours(form).served(run.twin, run.x, given, self.rest(run))
+        ours = run._replace(given=given, interface=self.interface, log=self.log, result=result)
+        self.log = []
+        if not alike(_done(ours, self.projections), _done(run, self.projections)):
             raise Refused("its forward depends on the call")
-        _, _, _, _, mask, keywords, _ = run.interface.calls[0]
-        if mask is not run.given.get(self.mask):
-            raise Refused("it changes the attention mask, or keeps keyword arguments back")
-        asked, default = run.interface.asked[0]
-        found, updated = {"asked": asked, "keywords": keywords}, ()
-        if case.cached and self.cache is not None:
-            ((_, _, layer, positional, more),) = updated = run.given[self.cache].calls
-            found.update({"layer": layer, "more": more, **_counted(positional)})
-        rest = self.rest(run)
-        table = self.table(case.training, bool(updated))
-        expected = table.made(run.twin, run.given, rest, run.tables)
-        expected["keywords"].update(rest if self.rests else {})
-        if default is not self.eager or not are_the_same(found, expected):
-            raise Refused("its attention function or its cache gets other arguments")
-
-    def table(self, training: bool, cached: bool) -> Words:
-        """All that the attention function and the cache get, by names of their own."""
-        if (training, cached) not in self.made:
-            asked, words, index, updates, updates_with = self.calls
-            of_call = {"asked": asked}
-            if cached:
-                of_call.update({"layer": index, **_counted(updates)})
-            words = self.training_words if training else words
-            table = [Word(name, *word[1:]) for name, word in of_call.items()]
-            table += [Word("keywords", "dict", words)]
-            table += [Word("more", "dict", updates_with)] if cached else []
-            self.made[training, cached] = Words(table)
-        return self.made[training, cached]
 
     def keeps_dtype(self) -> None:
         """Checks that all outputs of the forward have the dtype of the input, in bf16 too."""
@@ -293,20 +268,22 @@ class _Trial(Learning):
             raise Refused("it changes the dtype")
 
 
-def _counted(values) -> dict:
-    return {f"update {i}": value for i, value in enumerate(values)}
+class _Ours(Attention):
+    """Ours on stubs, whose norms are no modules, and by the definition of its operation."""
+
+    @staticmethod
+    def normed_and_turned(q, k, cos, sin, interleaved, q_weight=None, k_weight=None, norm="head"):
+        options = 1e-6, 0.0, norm == "all", interleaved
+        return qk_norm_rope_fwd(q, k, cos, sin, q_weight, k_weight, *[None] * 4, *options)
+
+    def norms(self, parts: dict, x: torch.Tensor) -> dict:
+        q, k = parts[self.form.q_norm], parts[self.form.k_norm]
+        return {"q_weight": q.weight, "k_weight": k.weight, "norm": self.form.heads.norm}
 
 
-def _are_equal(a: Run, b: Run) -> bool:
-    """True if two runs on the same numbers did the same with them."""
-    (twin, *heads), (_, *others) = a.interface.calls[0][:4], b.interface.calls[0][:4]
-    if type(a.result) is not tuple or a.result[1:] != b.result[1:] or twin is not a.twin:
-        return False
-    if [entry and entry[0] for entry in a.log] != [entry and entry[0] for entry in b.log]:
-        return False
-    mine, theirs = [*heads, a.result[0]], [*others, b.result[0]]
-    for run, tensors in ((a, mine), (b, theirs)):
-        for cache in run.given.values():
-            for call in cache.calls if type(cache) is Cache else ():
-                tensors += call[:2]
-    return len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))
+def _done(run: Run, projections: frozenset) -> tuple:
+    """All that a forward has done in a run that others see."""
+    ((module, *heads, mask, keywords, _),) = run.interface.calls
+    updates = {n: v.calls for n, v in run.given.items() if type(v) is Cache}
+    products = {entry[0]: entry[1] for entry in run.log if entry and entry[0] in projections}
+    return run.interface.asked, module, heads, mask, keywords, updates, products, run.result

@@ -3,13 +3,14 @@ of its arguments follow."""
 
 from typing import Callable, Dict, FrozenSet, Iterable, Optional, Tuple
 
+import torch
 from torch import nn
 
 from ..layers.forward import PLAIN_VALUES, Arguments, Word
 from ..layers.own_code import found_at
 from .code import Refused, Signature, members_of, why_odd_class
 from .reader import Source
-from .stand_ins import Opaque, Opaques, Raises, Read, name_of
+from .stand_ins import Opaque, Opaques, Raises, Read, name_of, same
 
 WORD = "a_word_that_nobody_knows"  # a keyword that a forward can only hand on
 
@@ -200,6 +201,25 @@ class Trial:
             tuple((n, signature.defaults[n]) for n in sorted(self.fixed - extra)),
             frozenset(self.source.renamed | (self.fixed & extra)).union(signature.positional_only),
         )
+
+
+def alike(a: object, b: object) -> bool:
+    """The same tensors up to the order of sums, equal plain values of one type, else the same
+    objects; and so for what is in tuples, lists and dicts."""
+    kind = type(a)
+    if a is b:
+        return True
+    if issubclass(kind, torch.Tensor):
+        return same(a, b) if issubclass(type(b), torch.Tensor) else False
+    if kind is not type(b):
+        return False
+    if kind is dict:
+        if a.keys() != b.keys():
+            return False
+        a, b = list(a.values()), list(map(b.get, a))
+    elif not issubclass(kind, (tuple, list)):
+        return kind in PLAIN_VALUES and a == b
+    return len(a) == len(b) and all([x is y or alike(x, y) for x, y in zip(a, b)])
 
 
 def called(
