@@ -368,6 +368,29 @@ def test_functions_of_a_layer_in_fp8(hopper, monkeypatch, name, most):
     assert len(made[0]) == 11 and ("_quantise_kernel" in made[0]) is (name == "tiny_qwen3")
 
 
+def test_functions_of_an_mlp_in_shards(hopper, tmp_path):
+    """A token of an MLP under transformers' tensor parallelism, which runs 123 by itself: shards
+    are found again by the identity of forwards and parameters."""
+    parallel = pytest.importorskip("transformers.distributed.tensor_parallel")
+    from tiny_models import random_model
+
+    dist = torch.distributed
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/one", rank=0, world_size=1)
+    try:
+        mesh = dist.init_device_mesh("cpu", (1,))
+        sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
+        model = random_model("llama", **sizes).bfloat16().eval()
+        mlp = parallel.apply_tensor_parallelism(model, mesh).model.layers[0].mlp
+        x = torch.zeros(1, 1, 256, dtype=torch.bfloat16)
+        with torch.no_grad():
+            theirs = functions(lambda: mlp(x))
+            hopper.kernelize(model)
+            assert 20 < functions(lambda: mlp(x)) <= min(38, theirs)
+            assert launches(lambda: mlp(x)) == ["_swiglu_fwd_kernel", "project_token_kernel"]
+    finally:
+        dist.destroy_process_group()
+
+
 def test_functions_of_kernelize(hopper):
     """Those of a process's first tiny Llama and of a second one: with comprehensions 14,800 and
     4,400 where trials made stubs and numbers anew for each run and each question."""

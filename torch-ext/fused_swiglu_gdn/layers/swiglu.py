@@ -87,12 +87,12 @@ def shards_of(mlp: nn.Module, roles: Roles) -> Optional[Shards]:
     if roles.up is None or roles.casts or roles.dropouts or roles.rates:
         return None
     modules = mlp.__dict__["_modules"]
-    return shards(*(modules.get(name) for name in (roles.gate, roles.up, roles.down)))
+    return shards(modules.get(roles.gate), modules.get(roles.up), modules.get(roles.down))
 
 
 def _on_shards(mlp: nn.Module, x: torch.Tensor, roles: Roles, name: str) -> Optional[torch.Tensor]:
-    """serve() for an MLP that is sharded."""
-    found = None if torch.compiler.is_compiling() else shards_of(mlp, roles)
+    """serve() for an MLP that is sharded, in eager mode."""
+    found = shards_of(mlp, roles)
     if found is None or not same_dtype(x, *found[:6]) or x.shape[-1] != found.w_gate.shape[1]:
         return None
     return mlp_on_shards(x, found, name)
@@ -118,12 +118,12 @@ def _of_wrapped(mlp: nn.Module, x: torch.Tensor, roles: Roles, name: str) -> Opt
 
 def _of_others(mlp: nn.Module, x: torch.Tensor, roles: Roles, name: str) -> Optional[torch.Tensor]:
     """serve() for an MLP whose projections are not plain."""
-    y = None
-    if name == "silu" and not roles.casts:
-        parts = map(mlp.__dict__["_modules"].get, (roles.gate, roles.up, roles.down))
-        y = fp8_mlp.mlp(x, *parts, roles.gate_first)
-    if y is None:
+    y, modules = None, mlp.__dict__["_modules"]
+    gate = modules.get(roles.gate)
+    if gate is not None and "forward" in gate.__dict__ and not torch.compiler.is_compiling():
         y = _on_shards(mlp, x, roles, name)
+    elif name == "silu" and not roles.casts:
+        y = fp8_mlp.mlp(x, gate, modules.get(roles.up), modules.get(roles.down), roles.gate_first)
     return _of_wrapped(mlp, x, roles, name) if y is None else y
 
 

@@ -19,12 +19,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ..projection.call import MAX_TOKENS
+from ..projection.project import project
+from ..runtime.dtypes import HALF
 from ..swiglu.api import fused_swiglu, fused_swiglu_mlp
 from .own_code import cells_of, is_in_its_file
-from .plain import PLAIN_TENSORS, why_hooked
+from .plain import HOOKS, PLAIN_TENSORS
 
 HOME = "transformers.distributed.tensor_parallel"
 OWN = "original_forward"  # the variable of the forward around that holds the module's own
+
+
+NOTHING = ((), (), None)
 
 
 def own_of_shards(module: nn.Module, forward: object) -> Optional[MethodType]:
@@ -67,32 +73,33 @@ class Shards(NamedTuple):
             for x in self[:6]
         ])  # fmt: skip
 
-    def values(self) -> Tuple[Optional[Tensor], ...]:
-        """Returns this rank's parts, for calls without gradients: to_local takes 3 us for each."""
-        return tuple([getattr(x, "_local_tensor", x) for x in self[:6]])
 
+HIDDEN = {"weight", "bias", "_call_impl", "_hf_hook"}  # what would stand before the module's own
 
-HIDDEN = {"weight", "bias", "_call_impl"}  # attributes that would stand before the module's own
-
-# by gate: the forwards that were looked at, the parameters, and its Shards. A forward holds its
-# module, which would never be freed; of parameters torch moves none that has a weak reference
+# by gate: the forwards that were looked at, the parameters, and its Shards, which are read in every
+# call. A forward holds its module, which would never be freed; of parameters torch moves none that
+# has a weak reference
 _found: WeakKeyDictionary = WeakKeyDictionary()
 
 
 def shards(gate: object, up: object, down: object) -> Optional[Shards]:
     """The shards of an MLP whose three projections are these modules, or None."""
-    modules = (gate, up, down)
-    if any(type(module) is not nn.Linear or why_hooked(module) is not None for module in modules):
-        return None
-    if any(not HIDDEN.isdisjoint(module.__dict__) for module in modules):
-        return None
-    forwards = [module.__dict__.get("forward") for module in modules]
+    forwards, parameters = [], []
+    for module in (gate, up, down):
+        if type(module) is not nn.Linear:
+            return None
+        attributes = module.__dict__
+        if any(map(attributes.get, HOOKS)) or not HIDDEN.isdisjoint(attributes):
+            return None
+        own = attributes["_parameters"]
+        forwards.append(attributes.get("forward"))
+        parameters += own.get("weight"), own.get("bias")
     if None in forwards:
         return None
-    parameters = [module._parameters.get(name) for module in modules for name in ("weight", "bias")]
-    references, known, found = _found.get(gate, ((), (), None))
+    references, known, found = _found.get(gate, NOTHING)
     if found is not None and all(map(operator.is_, known, parameters)):
-        if all([old() is forward for old, forward in zip(references, forwards)]):
+        first, second, third = references
+        if [first(), second(), third()] == forwards:  # functions: equal if they are the same
             return found
     found = _shards(gate, up, down)
     if found is not None:
@@ -194,14 +201,30 @@ class _Sum(torch.autograd.Function):
         return gradient, None
 
 
+def _part(z: Tensor, w_down: Tensor) -> Tensor:
+    """This rank's part of down's sum, z w_down^T; of a few tokens in fp32, so that it is rounded
+    once: the time of such a message is that of its latency."""
+    if z.dtype in HALF and z.numel() <= MAX_TOKENS * z.shape[-1]:
+        y = project(z, [w_down], fp32=True)
+        if y is not None:
+            return y[0]
+        if z.is_cuda and z.numel() and hasattr(torch.ops.aten.mm, "dtype"):
+            y = torch.mm(z.reshape(-1, z.shape[-1]), w_down.t(), out_dtype=torch.float32)
+            return y.view(*z.shape[:-1], -1)
+    return F.linear(z, w_down)
+
+
 def mlp_on_shards(x: Tensor, found: Shards, activation: str) -> Tensor:
     """down(act(gate(x)) * up(x)), [..., K] -> [..., D], equal on all ranks."""
     if not torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type):
-        w_gate, w_up, w_down, b_gate, b_up, b_down = found.values()
+        # to_local would take 3 us for each
+        parts = [x if x is None else getattr(x, "_local_tensor", x) for x in found[:6]]
+        w_gate, w_up, w_down, b_gate, b_up, b_down = parts
         z = fused_swiglu(x, w_gate, w_up, b_gate, b_up, activation=activation)
-        y = F.linear(z, w_down)
+        y = _part(z, w_down)
         dist.all_reduce(y, group=found.group)
-        return y if b_down is None else y.add_(b_down)
+        y = y if b_down is None else y.add_(b_down)
+        return y if y.dtype is z.dtype else y.to(z.dtype)
     w_gate, w_up, w_down, b_gate, b_up, b_down = found.local()
     if torch.is_grad_enabled() and x.requires_grad:
         x = _Copies.apply(x, found.group)

@@ -12,6 +12,7 @@ MAX_WEIGHTS = 6
 
 class ProjectOptions(NamedTuple):
     activation: Optional[str]  # of the first of two products, which then multiply
+    fp32: bool  # the products are not rounded to the dtype of x
 
 
 @call
@@ -42,4 +43,4 @@ class TokenMlp(NamedTuple):
 def products(x: Tensor, weights, activation: Optional[str] = None) -> Project:
     """The call for a list of weights."""
     absent = (None,) * (MAX_WEIGHTS - len(weights))
-    return Project(x, *weights, *absent, ProjectOptions(activation))
+    return Project(x, *weights, *absent, ProjectOptions(activation, False))

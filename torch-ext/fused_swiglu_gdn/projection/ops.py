@@ -30,9 +30,10 @@ def _gains(call):
 
 
 def _result(call: Project) -> Tensor:
-    x, *weights, (activation,) = call
+    x, *weights, (activation, fp32) = call
     rows = [w.shape[0] for w in weights if w is not None]
-    return x.new_empty(*x.shape[:-1], sum(rows) if activation is None else rows[0])
+    shape = (*x.shape[:-1], sum(rows) if activation is None else rows[0])
+    return x.new_empty(shape, dtype=torch.float32 if fp32 else x.dtype)
 
 
 PROJECT = Operation(FAMILY, "project_fwd", Project, reference, check=_gains, fake=_result)

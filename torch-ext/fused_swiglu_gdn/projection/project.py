@@ -8,12 +8,15 @@ from .call import MAX_WEIGHTS
 from .ops import PROJECT, TOKEN_MLP
 
 
-def project(x: Tensor, weights: List[Tensor], apart: bool = True) -> Optional[List[Tensor]]:
+def project(
+    x: Tensor, weights: List[Tensor], apart: bool = True, fp32: bool = False
+) -> Optional[List[Tensor]]:
     """x @ w.T for each weight, in one launch; None if that is no gain or not possible.
 
     Args:
         x: [..., K]. weights: [N_i, K] each, the dtype of x.
         apart: False for the one tensor itself, [..., N].
+        fp32: the products are not rounded to the dtype of x.
 
     Returns:
         Views [..., N_i] of one tensor; None for more than a few tokens, if a gradient is needed,
@@ -22,7 +25,7 @@ def project(x: Tensor, weights: List[Tensor], apart: bool = True) -> Optional[Li
     if len(weights) > MAX_WEIGHTS:
         return None
     tensors = (x, *weights, *(None,) * (MAX_WEIGHTS - len(weights)))
-    run = PROJECT.serving(tensors, (None,))
+    run = PROJECT.serving(tensors, (None, fp32))
     if run is None:
         return None
     y = run(*tensors)

@@ -8,12 +8,15 @@ import torch.nn.functional as F
 from ..swiglu.reference import swiglu_fwd
 
 
-def project_fwd(x: torch.Tensor, *weights_and_activation) -> torch.Tensor:
+def project_fwd(x: torch.Tensor, *weights_and_options) -> torch.Tensor:
     """x W_i^T for each i, side by side; with an activation, act(x W_0^T) * (x W_1^T).
 
-    x [..., K]; weights [N_i, K] or None, then the activation or None -> [..., N].
+    x [..., K]; weights [N_i, K] or None, then the activation or None, and whether the result is in
+    fp32 -> [..., N].
     """
-    *weights, activation = weights_and_activation
+    *weights, activation, fp32 = weights_and_options
+    if fp32:
+        x, weights = x.float(), [w if w is None else w.float() for w in weights]
     if activation is not None:
         return swiglu_fwd(x, *weights[:2], None, None, activation)
     return torch.cat([F.linear(x, w) for w in weights if w is not None], dim=-1)

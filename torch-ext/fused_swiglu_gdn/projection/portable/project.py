@@ -151,7 +151,7 @@ def add_parts_kernel(
 def prepare_project_fwd(call: Project) -> Optional[Callable]:
     """(x, six weights or None) -> the products side by side; with an activation, act of the first
     times the second."""
-    x, *weights, (activation,) = call
+    x, *weights, (activation, fp32) = call
     weights, rows = [w for w in weights if w is not None], rows_of(x)
     if rows is None:
         return on_copies(prepare_project_fwd, call, lambda x, *weights: (x.contiguous(), *weights))
@@ -186,19 +186,21 @@ def prepare_project_fwd(call: Project) -> Optional[Callable]:
         kernel, grid, where, numbers=numbers, constexprs=(*constexprs, pdl),
         options=(*options.items(), *early), guarded=True,
     )  # fmt: skip
-    shape = (*x.shape[:-1], width)
+    shape, wide = (*x.shape[:-1], width), {"dtype": torch.float32} if fp32 else {}
     if parts > 1:
-        return _added(launch, parts, shape, pdl, early)
+        return _added(launch, parts, shape, wide, pdl, early)
 
     def run(x, *weights):
-        y = x.new_empty(shape)
+        y = x.new_empty(shape, **wide)
         launch(x, *weights[:count], *weights[:1] * missing, y)
         return y
 
     return run
 
 
-def _added(launch: Launch, parts: int, shape: tuple, pdl: bool, early: tuple) -> Callable:
+def _added(
+    launch: Launch, parts: int, shape: tuple, wide: dict, pdl: bool, early: tuple
+) -> Callable:
     """The product with one weight, of which `launch` makes a sum's parts."""
     size = math.prod(shape)
     add = Launch(
@@ -207,7 +209,7 @@ def _added(launch: Launch, parts: int, shape: tuple, pdl: bool, early: tuple) ->
     )  # fmt: skip
 
     def run(x, weight, *_):
-        y = x.new_empty(shape)
+        y = x.new_empty(shape, **wide)
         made = x.new_empty((parts, size), dtype=torch.float32)
         launch(x, *(weight,) * MAX_WEIGHTS, made)
         add(made, None, y)
