@@ -26,28 +26,26 @@ TEXT = Path(__file__).with_suffix(".md")
 
 Summary = Tuple[str, str, str, str, str]  # what is shown, record, label of the case, ours, peer
 SUMMARY: List[Summary] = [
-    ("SwiGLU forward, K 4096, N 14336, 64 tokens", "swiglu_fwd", "K 4096, N 14336, 64 tokens",
-     "ours", "liger"),
-    ("SwiGLU forward, K 1024, N 3072, 128 tokens", "swiglu_fwd", "K 1024, N 3072, 128 tokens",
-     "ours", "gemm"),
-    ("GDN prefill, 16/64 heads, 2048 tokens", "gdn_chunk_flashinfer",
-     "16/64 heads, 2048 tokens, slow gates", OURS["hopper"], "flashinfer"),
-    ("GDN decode with deferred write-back", "gdn_replay",
-     "16/32 heads, batch 64, fp32 state, one token", "ours", "state written every token"),
-    ("GDN gradient, 16/32 heads, 32768 tokens, eager", "gdn_backward_flashqla",
-     "16/32 heads, 32768 tokens, an eager call", "ours", "flashqla"),
-    ("KDA prefill, 64 heads, 8192 tokens; FLA tuned over two configurations", "kda_calls",
-     "H 64, 8192", "ours", "fla"),
     ("Llama, 8 layers, training step of 4096 tokens", "whole_models_training",
      "Llama, 8 layers, training step of 4096, eager", "ours", "transformers"),
+    ("Qwen3.5, 16 layers, training step of 4096 tokens", "whole_models_qwen",
+     "Qwen3.5, 16 layers, training step of 4096, eager", "ours", "transformers"),
     ("Qwen3.5, 16 layers, prompt of 8192 tokens", "whole_models",
      "Qwen3.5, 16 layers, prompt of 8192, eager", "ours", "transformers"),
-    ("Llama in FP8, 8 layers, prompt of 8192 tokens", "fp8_models",
-     "Llama, 8 layers, prompt of 8192 tokens in FP8", "ours", "transformers_fp8"),
-    ("Qwen3.5, 16 layers, a token of `generate`", "generate",
-     "Qwen3.5, 16 layers, batch 1, a token", "ours", "compile"),
     ("Qwen3.5-35B-A3B, 8 layers, prompt of 8192 tokens", "mixtures",
      "Qwen3.5-35B-A3B, prompt of 8192, eager", "ours", "transformers"),
+    ("Llama in FP8, 8 layers, prompt of 8192 tokens", "fp8_models",
+     "Llama, 8 layers, prompt of 8192 tokens in FP8", "ours", "transformers_fp8"),
+    ("Qwen3.5, 16 layers, a token of `generate`, by CUDA graphs", "generate",
+     "Qwen3.5, 16 layers, batch 1, a token", "ours", "compile"),
+    ("Llama, 8 layers, a token without CUDA graphs", "whole_models",
+     "Llama, 8 layers, token, batch 1, eager", "ours", "compile"),
+    ("Gated DeltaNet, prompt of 2048 tokens, 16/64 heads", "gdn_chunk_flashinfer",
+     "16/64 heads, 2048 tokens, slow gates", OURS["hopper"], "flashinfer"),
+    ("Kimi Delta Attention, prompt of 8192 tokens, 64 heads (FLA: best of two configurations)",
+     "kda_calls", "H 64, 8192", "ours", "fla"),
+    ("SwiGLU forward, K 1024, N 3072, 128 tokens", "swiglu_fwd", "K 1024, N 3072, 128 tokens",
+     "ours", "gemm"),
 ]  # fmt: skip
 
 
@@ -89,12 +87,12 @@ def summary() -> str:
         record = load(name)
         found, peer = case(record, label), title_of(peer, record)
         a, b = found.ours[ours], found.peers[peer]
-        rows.append([what, tables.us(a), f"{peer}: {tables.us(b)}", f"{b / a:.2f}"])
+        rows.append([what, tables.ms(a), f"{peer}: {tables.ms(b)}", f"{b / a:.2f}"])
         where, date = machine(record).rsplit(", ", 1)
         machines.setdefault(where, set()).add(date)
     spans = {where: " to ".join(sorted({min(d), max(d)})) for where, d in machines.items()}
     seen = "; ".join(f"{where}, {span}" for where, span in spans.items())
-    head = ["bf16", "ours, us", "peer, us", "speed-up"]
+    head = ["bf16", "ours, ms", "peer, ms", "speed-up"]
     return f"{tables.table(head, rows)}\n\nOne {seen}."
 
 

@@ -11,7 +11,7 @@ import argparse
 import hashlib
 from typing import Callable, Dict, List, NamedTuple, Tuple, Union
 
-from records import RESULTS, Case, cases, load, machine, title_of
+from records import RESULTS, Case, cases, load, machine, title_of, whole_name
 
 COLOURS = ("#3b6ea5", "#e08e3c", "#6b9e5f", "#8d6aa8")
 LABEL = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # the line must not cross a number
@@ -50,25 +50,6 @@ def model(case: Case) -> Tuple[str, str]:
     return "\n".join((part, what, *batch)), f"ours, {how}"
 
 
-WHOLE = {  # what a case of whole models was, as the picture has it, in the picture's order
-    "prompt of 8192": "prompt",
-    "training step of 4096": "training",
-    "token": "a token",
-    "a token": "in generate",
-}
-
-
-def whole(case: Case) -> Tuple[str, str]:
-    """Prompts, training steps and tokens of whole models; the largest mixture of experts alone."""
-    name, *parts = case.label.removesuffix(", eager").split(", ")
-    what = next((said for part, said in WHOLE.items() if part in parts), "")
-    batch = [part for part in parts if part.startswith("batch")]
-    left = name == "Qwen3-30B-A3B" or "CUDA graph" in parts or not what
-    name = name.replace("Qwen3.5-35B-A3B", "Qwen3.5\n35B-A3B")
-    name = name if "\n" in name else f"{name}\n"
-    return ("" if left else "\n".join([name, what, *batch])), ""
-
-
 class Curves(NamedTuple):
     """Losses by step: one plot for each of `parts`, which are entries of the record."""
 
@@ -77,19 +58,23 @@ class Curves(NamedTuple):
     parts: Tuple[str, ...]
 
 
-PICTURES: Dict[str, Union[Picture, Curves]] = {
-    "whole_models": Picture(
-        "Whole models of 8 or 16 layers, bf16: speed-up over three others",
+class Panels(NamedTuple):
+    """Whole models: training steps beside transformers, and a token of `generate`."""
+
+    title: str
+    records: Tuple[str, ...]  # the last one is of generate, the others of training steps
+    tokens: Tuple[Tuple[str, str], ...]  # a group of the second panel, its label in the record
+
+
+PICTURES: Dict[str, Union[Picture, Curves, Panels]] = {
+    "whole_models": Panels(
+        "Whole models of 8 layers (Llama, Qwen3-MoE) or 16 (Qwen3.5), random weights, bf16",
+        ("whole_models_training", "whole_models_qwen", "whole_models_moe", "generate"),
         (
-            "whole_models",
-            "mixtures",
-            "whole_models_training",
-            "whole_models_qwen",
-            "whole_models_moe",
-            "generate",
+            ("Llama\nbatch 1", "Llama, 8 layers, batch 1"),
+            ("Qwen3.5\nbatch 1", "Qwen3.5, 16 layers, batch 1"),
+            ("Qwen3.5\nbatch 64", "Qwen3.5, 16 layers, batch 64"),
         ),
-        "",
-        whole,
     ),
     "swiglu_fwd": Picture("SwiGLU forward, bf16, by tokens", ("swiglu_fwd",), "liger", tokens),
     "experts": Picture("Routed experts, bf16, by tokens", ("experts",), "grouped_mm", experts),
@@ -133,8 +118,6 @@ def bars(picture: Picture) -> Tuple[List[str], Dict[str, Dict[str, float]]]:
                         label = its_series or (variant if picture.peer else f"over {peer}")
                         series.setdefault(label, {})[group] = case.peers[peer] / time
     groups = list(dict.fromkeys(group for s in series.values() for group in s))
-    if picture.bar is whole:
-        groups.sort(key=lambda group: list(WHOLE.values()).index(group.split("\n")[2]))
     if all(group.isdigit() for group in groups):
         groups.sort(key=int)
     return groups, series
@@ -161,8 +144,8 @@ def draw(name: str) -> None:
     from matplotlib import pyplot
 
     picture = PICTURES[name]
-    make = draw_curves if isinstance(picture, Curves) else draw_bars
-    figure = make(picture, pyplot)
+    makers = {Curves: draw_curves, Panels: draw_panels, Picture: draw_bars}
+    figure = makers[type(picture)](picture, pyplot)
     figure.savefig(RESULTS / f"{name}.png", dpi=120, metadata={"Source": digest(picture)})
     pyplot.close(figure)
 
@@ -189,6 +172,53 @@ def draw_curves(picture: Curves, pyplot):
     return figure
 
 
+def draw_panels(picture: Panels, pyplot):
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4.4), layout="constrained")
+    steps = [(name.split(",")[0], row) for name, row in training_steps(picture.records[:-1])]
+    for i, (key, unit, colour) in enumerate((("ms", "ms", 0), ("peak_GiB", "GiB", 2))):
+        for j, (_, row) in enumerate(steps):
+            ours, theirs = row[key]["ours"], row[key]["transformers"]
+            label = {"ms": "time of a step", "peak_GiB": "peak memory"}[key]
+            at, share = j + (i - 0.5) * 0.4, ours / theirs
+            drawn = left.bar(at, share, 0.37, color=COLOURS[colour], label=label if not j else None)
+            left.bar_label(drawn, [f"{ours:#.3g} {unit}\nof {theirs:.3g}"], fontsize=7.5, padding=2)
+    left.axhline(1, color="black", linewidth=0.9)
+    left.set_ylim(0, 1.2)
+    left.set_xticks(range(len(steps)), [name for name, _ in steps], fontsize=9)
+    left.set_ylabel("kernelized / transformers with FLA", fontsize=9)
+    left.set_title("Training step of 4096 tokens (below 1: less)", fontsize=10)
+    by_label = {case.label: case for case in cases(load(picture.records[-1]))}
+    ways = ("transformers", "torch.compile", "kernelize", "kernelize, CUDA graphs")
+    for i, way in enumerate(ways):
+        found = [milliseconds(by_label, label)[i] for _, label in picture.tokens]
+        at = [j + (i - 1.5) * 0.21 for j in range(len(found))]
+        colour = ("#9a9a9a", COLOURS[1], "#8fb3d9", COLOURS[0])[i]
+        drawn = right.bar(at, found, 0.2, label=way, color=colour)
+        right.bar_label(drawn, [f"{ms:.3g}" for ms in found], fontsize=7.5, padding=2)
+    right.set_ylim(0, 29)
+    right.set_xticks(range(len(picture.tokens)), [name for name, _ in picture.tokens], fontsize=9)
+    right.set_ylabel("ms a token", fontsize=9)
+    right.set_title("A token of generate (lower is better)", fontsize=10)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=8, loc="upper left", ncols=2)
+    figure.suptitle(picture.title, fontsize=11)
+    figure.supxlabel(caption(picture.records), fontsize=7.5, color="#555555")
+    return figure
+
+
+def training_steps(names: Tuple[str, ...]) -> List[Tuple[str, dict]]:
+    """(name of the model, row of its record) of each training step."""
+    return [(whole_name(row), row) for name in names for row in load(name)["rows"]]
+
+
+def milliseconds(by_label: Dict[str, Case], label: str) -> Tuple[float, ...]:
+    """A token by transformers, torch.compile, ours without and with CUDA graphs."""
+    eager, graphs = by_label[f"{label}, an eager token"], by_label[f"{label}, a token"]
+    times = (*eager.peers.values(), *graphs.peers.values(), eager.ours["ours"], graphs.ours["ours"])
+    return tuple(time / 1e3 for time in times)
+
+
 def draw_bars(picture: Picture, pyplot):
     groups, series = bars(picture)
     figure, axes = pyplot.subplots(figsize=(10, 4.2), layout="constrained")
@@ -207,8 +237,7 @@ def draw_bars(picture: Picture, pyplot):
             zorder=3,
         )
     axes.axhline(1, color="black", linewidth=0.9)
-    fits = 8.5 if picture.bar is not whole else 7.5
-    axes.set_xticks(range(len(groups)), groups, fontsize=fits)
+    axes.set_xticks(range(len(groups)), groups, fontsize=8.5)
     axes.set_xlabel(caption(picture.records), fontsize=8, color="#555555", labelpad=8)
     axes.set_ylabel("speed-up (above 1: ours is faster)", fontsize=9)
     last = load(picture.records[-1])

@@ -10,6 +10,11 @@ def us(time: float) -> str:
     return f"{time:.2f}" if time < 10 else f"{time:.1f}" if time < 100 else f"{time:.0f}"
 
 
+def ms(time: float) -> str:
+    """Microseconds as milliseconds, with three digits."""
+    return f"{time / 1e3:#.3g}".rstrip(".")
+
+
 def table(head: List[str], rows: List[List[str]]) -> str:
     lines = ["| " + " | ".join(line) + " |" for line in (head, *rows)]
     return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])

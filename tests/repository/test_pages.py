@@ -108,6 +108,16 @@ def test_a_block(page, place, sessions, as_a_reader, kernel):
     sessions[page] = place + 1, names
 
 
+def test_the_front_page_shows_what_its_code_prints(as_a_reader, capsys):
+    text = (ROOT / "README.md").read_text()
+    shown = re.search(r"^```text\n(.*?)^```", text, flags=re.M | re.S)[1].splitlines()
+    for _, _, code in blocks(text):
+        exec(code, {"__name__": "__page__"})
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    start = len(printed) - printed[::-1].index(shown[0]) - 1
+    assert len(shown) >= 5 and printed[start : start + len(shown)] == shown
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_begins_with_a_call(page):
     """Before its first section a page shows a call that was run here."""
