@@ -3,18 +3,21 @@
     make demo          (or: python examples/kernelize_llm.py)
 
 Builds the kernel, loads it as a user does, and runs a small Llama and a small Qwen3.5 with random
-weights before and after kernelize(model): on the GPU if there is one, else on the CPU. The two
-have the same weights and are timed in turns, so that a busy machine is unfair to neither.
+weights before and after kernelize(model): on the GPU if there is one, else on the CPU. There, where
+no kernel runs, use_reference() has plain torch serve the modules that kernels would serve on a GPU.
+Before and after have the same weights and are timed in turns, so that a busy machine is unfair to
+neither.
 """
 
 import argparse
+import contextlib
 import copy
 import importlib.util
+import inspect
 import logging
 import statistics
 import sys
 import time
-from collections import Counter
 from functools import partial
 from unittest import mock
 
@@ -57,7 +60,7 @@ GDN = {
 PROMPT = {"cpu": 512, "cuda": 8192}
 NEW_TOKENS = 32
 SHOWN = {
-    "cpu": "A CPU shows that results stay the same, and what plain torch gains. What the kernels"
+    "cpu": "A CPU shows what is served on a GPU, and that results stay the same. What the kernels"
     "\ngain only a GPU can show: docs/benchmarks.md has an H200's times.",
     "cuda": "The kernels are tuned for Hopper GPUs; docs/benchmarks.md has an H200's times.",
 }
@@ -119,11 +122,13 @@ def times(models, ids, device: str):
     """{what: pairs of seconds} of the two models for the prompt, and for one token after it."""
 
     def prompt(model):
-        return model(ids, use_cache=True, logits_to_keep=1).past_key_values
+        cache = transformers.DynamicCache(config=model.config)
+        model(ids, **{cache_name(model): cache}, use_cache=True, logits_to_keep=1)
+        return cache
 
     def decode(model, cache):
         for _ in range(TOKENS):
-            model(ids[:, -1:], past_key_values=cache)
+            model(ids[:, -1:], **{cache_name(model): cache})
 
     prompts = [partial(prompt, model) for model in models]
     steps = [partial(decode, model, prompt(model)) for model in models]
@@ -131,15 +136,27 @@ def times(models, ids, device: str):
     return {f"prompt of {ids.shape[1]}": turns(prompts, device), "one token": tokens}
 
 
+def cache_name(model) -> str:
+    """The argument that takes a cache; transformers renamed it in release 5.24."""
+    parameters = inspect.signature(type(model).forward).parameters
+    return "cache" if "cache" in parameters else "past_key_values"
+
+
+def summary(pairs) -> tuple:
+    """Returns the pair whose ratio is the middle one, and the middle half of the ratios."""
+    pairs = sorted(pairs, key=lambda pair: pair[0] / pair[1])
+    low, _, high = statistics.quantiles([a / b for a, b in pairs], n=4)
+    return pairs[len(pairs) // 2], low, high
+
+
 def show_times(rows) -> None:
-    """The median of each, the median of the ratios of the pairs, and the middle half of those."""
-    print(f"  {'':16}{'before':>12}{'after':>12}{'speed-up':>11}   middle half of {REPEATS} pairs")
+    """The middle pair of timings, of which the speed-up is the ratio, and how far others differ."""
+    print(f"  {'':16}{'before':>12}{'after':>12}   speed-up (middle half of {REPEATS} pairs)")
     for name, pairs in rows.items():
-        before, after = (statistics.median(column) * 1e3 for column in zip(*pairs))
-        low, middle, high = statistics.quantiles([a / b for a, b in pairs], n=4)
-        print(
-            f"  {name:16}{before:9.2f} ms{after:9.2f} ms{middle:10.2f}x   {low:.2f} to {high:.2f}"
-        )
+        (before, after), low, high = summary(pairs)
+        ratio = "too noisy to tell" if low <= 1 <= high else f"{before / after:.2f}x"
+        times = f"{before * 1e3:9.2f} ms{after * 1e3:9.2f} ms"
+        print(f"  {name:16}{times}   {ratio} ({low:.2f} to {high:.2f})")
 
 
 @torch.no_grad()
@@ -188,17 +205,6 @@ def same_results(models, texts) -> bool:
     return equal
 
 
-def show(report, device: str) -> None:
-    """The report, as print(report) shows it; on a CPU a line for all that is left alone alike."""
-    if device != "cpu":
-        print(report)
-        return
-    for (kind, note), count in Counter((row.kind, row.note) for row in report.served).items():
-        print(f"  {count} {kind} served {note or ''}")
-    for reason, count in Counter(row.reason for row in report.left).items():
-        print(f"  {count} modules left alone: {reason}")
-
-
 def progress(text: str) -> None:
     print(f"  ... {text}", flush=True)
 
@@ -212,20 +218,23 @@ def compare(kernel, family: str, device: str) -> bool:
     text = generated(model, short)
 
     served = copy.deepcopy(model)
-    kernel.kernelize(served)
-    progress(f"generating {NEW_TOKENS} tokens after kernelize(model)")
-    new_text = generated(served, short)
-    print()
-    same = same_results((model, served), (text, new_text))
-    print()
+    with kernel.use_reference() if device == "cpu" else contextlib.nullcontext():
+        report = kernel.kernelize(served)
+        progress(f"generating {NEW_TOKENS} tokens after kernelize(model)")
+        new_text = generated(served, short)
+        print()
+        same = same_results((model, served), (text, new_text))
+        print()
 
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model, served = model.to(dtype), served.to(dtype)
-    report = kernel.kernelize(served)  # who serves depends on the dtype
-    show(report, device)
+    here = kernel.kernelize(served)  # what is served depends on dtype and device
+    print(here if device == "cuda" else report)
     print()
-    if not report.served:
-        print("  nothing to time: no module was replaced, before and after are the same code")
+    if not here.served:
+        print(
+            "  nothing to time: without a GPU, and outside use_reference(), no module is replaced"
+        )
         return same
     length = PROMPT[device]
     progress(f"timing a prompt of {length} tokens and decoding, {dtype}".replace("torch.", ""))

@@ -53,6 +53,35 @@ def test_a_cpu_alone(kernel, no_gpu, name, served):
     assert [a for a, b in zip(before, kinds_of(model)) if a is not b] == changed
 
 
+REFERENCES = {
+    "llama": ("rms_norm_fwd", "qk_norm_rope_fwd", "swiglu_fwd"),
+    "qwen3_5_text": ("rms_norm_fwd", "qk_norm_rope_fwd", "swiglu_fwd", "gdn_chunk_fwd"),
+    "qwen3_5_moe_text": ("experts_fwd", "topk_fwd", "shared_fwd"),
+}
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_the_reference_serves_on_a_cpu(kernel, no_gpu, name):
+    """use_reference(): the report of a GPU, equal results by plain torch, and nothing after it."""
+    moe = "moe" in name  # of which kernels serve bf16 and fp16 alone
+    model, ids = random_model(name).to(torch.bfloat16 if moe else torch.float32), tokens(2, 9)
+    ref = logits(model, ids)
+    limit = 0.05 * ref.abs().max() if moe else LOGITS["cpu"]
+    with kernel.use_reference(), dispatch.served() as record:
+        report = kernel.kernelize(model)
+        assert not report.left and layers_of(report.served) > OURS - {"SwiGLUMLP"}
+        assert str(report).splitlines()[-1].startswith("inside use_reference(): plain torch")
+        assert (logits(model, ids) - ref).abs().max() <= limit
+    assert set(record) >= set(REFERENCES[name])
+    assert {which for names in record.values() for which in names} == {"reference"}
+    with dispatch.served() as record:
+        assert (logits(model, ids) - ref).abs().max() <= limit
+    assert not (set(REFERENCES[name]) - {"gdn_chunk_fwd"}) & set(record)
+    with pytest.raises(KeyError), kernel.use_reference():
+        raise KeyError
+    assert dispatch.forced is None
+
+
 def test_a_cpu_beside_a_gpu(kernel):
     """The model may be moved to the GPU. Until then its own forwards run."""
     model, ids = random_model("llama"), tokens(2, 9)

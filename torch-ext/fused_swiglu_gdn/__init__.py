@@ -30,7 +30,7 @@ from .models import (
 )
 from .norm.api import rms_norm
 from .parallel.api import build_cp_context, shard_batch
-from .runtime.implementation import implementation_of
+from .runtime.implementation import implementation_of, use_reference
 from .runtime.verify import verify
 from .swiglu.api import fused_swiglu, fused_swiglu_mlp, silu_mul
 from .swiglu.module import FusedSwiGLU
@@ -72,6 +72,7 @@ __all__ = [
     "shard_batch",
     "sigmoid_gate",
     "silu_mul",
+    "use_reference",
     "verify",
 ]
 

@@ -10,7 +10,6 @@ from torch import nn
 from ..layers.plain import PLAIN_TENSORS, told
 from ..layers.replay import PAYS_FROM
 from ..parallel.checks import is_group
-from ..runtime import dispatch
 from ..runtime.checks import are_flags, are_words, is_int, is_model
 from .context_attention import restore_attention, serve_attention
 from .experts import restore_experts, serve_experts
@@ -188,7 +187,7 @@ def _serve_modules(model: nn.Module, kinds: set, replay: int) -> List[Row]:
 def _kernels_for(module: nn.Module, kind: str) -> Tuple[Optional[str], Optional[str]]:
     """The report's note about a module that can be replaced, and the reason why it is not."""
     operation = OF_MODULES[kind].operation
-    if dispatch.forced is not None or operation is None:
+    if operation is None:
         return None, None
     where = _place_of(module)
     missing = why_not_on(where, *operation)

@@ -315,7 +315,7 @@ def serve_cross_entropy(model: nn.Module, where: torch.device) -> Optional[Row]:
     if found is None or not _is_for_a_kernel(found[1]):
         return None
     name, module = found
-    waits = dispatch.forced is None and why_not_on(where, *_OPERATION) is not None
+    waits = why_not_on(where, *_OPERATION) is not None
     if waits and not may_move(where):
         return None
     serve(module, "loss", _forward_by_kernel(own_class(module)))

@@ -7,7 +7,7 @@ from typing import Dict, Iterable, List, NamedTuple, Optional, Set
 import torch
 
 from ..runtime import device as devices
-from ..runtime import tuning
+from ..runtime import dispatch, tuning
 from .releases import TRIED, untried
 
 WAITS = "its own forward, until the model is on a GPU"
@@ -53,6 +53,7 @@ class Report:
     def __init__(self, rows: List[Row], device: Optional[torch.device] = None):
         self.rows = rows
         self.device = device  # of the model's parameters
+        self.by_reference = dispatch.forced == "reference"  # use_reference()
 
     @property
     def served(self) -> List[Row]:
@@ -108,12 +109,14 @@ class Report:
         kinds = {kind_of(row) for row in self.rows}
         gateless = None if kinds & {"mlp", "experts", "block"} else f"no {GATED} was found"
         todo = advice(row.reason for row in self.left)
-        lines = (self.untried, head, gateless, aligned(table), *todo, tuning_of(self.device))
+        last = BY_REFERENCE if self.by_reference else tuning_of(self.device)
+        lines = (self.untried, head, gateless, aligned(table), *todo, last)
         return "\n".join(filter(None, lines))
 
     __repr__ = __str__
 
 
+BY_REFERENCE = "inside use_reference(): plain torch serves what kernels would serve on a GPU"
 GATED = "MLP with a gate (down(act(gate(x)) * up(x)))"
 NOTHING = (
     f"nothing to serve: no {GATED}, RMS norm, attention module or layer of a decoder, "

@@ -197,8 +197,11 @@ def _is_of_a_layer(bound) -> bool:
 
 
 def why_not_on(where: torch.device, family: str, operation: str) -> Optional[str]:
-    """No kernel of the operation runs on a device."""
-    if dispatch.has_kernels(family, operation, where.type, where.index):
+    """Returns a reason if no kernel of the operation runs on a device, and no implementation is
+    forced."""
+    if dispatch.forced is not None or dispatch.has_kernels(
+        family, operation, where.type, where.index
+    ):
         return None
     return f"there are no kernels for {where.type}"
 

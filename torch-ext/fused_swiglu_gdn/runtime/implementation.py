@@ -1,6 +1,7 @@
-"""Reports the implementation that computes a call."""
+"""Reports the implementation that computes a call, and replaces it by plain torch."""
 
-from typing import Callable
+import contextlib
+from typing import Callable, Iterator
 
 from . import dispatch
 
@@ -31,3 +32,35 @@ def implementation_of(function: Callable, *args, **kwargs) -> str:
         function(*args, **kwargs)
     names = sorted({name for names in record.values() for name in names})
     return "+".join(names) if names else "reference"
+
+
+@contextlib.contextmanager
+def use_reference() -> Iterator[None]:
+    """Has the reference implementations, in plain torch, compute all calls inside, on any device.
+
+    With it, `kernelize` and the model that it serves can be tried without a GPU: the report lists
+    the modules that kernels would serve on one, and their forwards compute the same formulas. It is
+    for trying and comparing: the references are written to be read, not to be fast. It holds for
+    all threads of the process, and not for what `torch.compile` has compiled. Behind it, modules
+    that were served inside compute as they do on their device: on a CPU by their own forwards.
+
+    Returns:
+        A context manager.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(vocab_size=99, hidden_size=32, intermediate_size=48,
+        ...                      num_hidden_layers=2, num_attention_heads=2)
+        >>> model = LlamaForCausalLM(config).eval()
+        >>> ids = torch.tensor([[3, 1, 4, 1, 5]])
+        >>> before = model(ids).logits
+        >>> with use_reference():
+        ...     report = kernelize(model)
+        ...     after = model(ids).logits
+        >>> len(report.served), len(report.left)
+        (12, 0)
+        >>> torch.allclose(before, after, atol=1e-5)
+        True
+    """
+    with dispatch.force("reference"):
+        yield
