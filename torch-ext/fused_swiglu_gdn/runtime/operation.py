@@ -13,6 +13,7 @@ from .call import device_of, tensors_in
 from .device import is_gpu
 from .ops import (
     PLAIN,
+    contiguous,
     dense,
     needs_grad,
     no_second_derivative,
@@ -358,7 +359,7 @@ def on_contiguous(prepare: Callable, call, places: Collection[int]) -> Optional[
         return prepare(call)
 
     def copied(*tensors):
-        return [x.contiguous() if i in places else x for i, x in enumerate(tensors)]
+        return [contiguous(x) if i in places else x for i, x in enumerate(tensors)]
 
     return on_copies(prepare, call, copied)
 

@@ -202,9 +202,22 @@ def transformed() -> bool:
     return _functorch() is not None or forward_ad._current_level >= 0
 
 
+def contiguous(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy, with the strides of a contiguous tensor of its shape.
+
+    x.contiguous() is x itself where strides mean nothing, in a tensor without elements and in
+    dimensions of one, whatever they are; a kernel looks at them all the same.
+    """
+    x, steps, step = x.contiguous(), [], 1
+    for size in reversed(x.shape):
+        steps.insert(0, step)
+        step *= max(size, 1)
+    return x if x.stride() == tuple(steps) else x.as_strided(x.shape, steps)
+
+
 def dense(x: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
     """x with its last dimension contiguous, which is all that kernels require of strides."""
-    return x if x is None or x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+    return x if x is None or x.stride(-1) == 1 or x.shape[-1] <= 1 else contiguous(x)
 
 
 def rows_of(x: torch.Tensor) -> Optional[torch.Tensor]:
@@ -219,7 +232,7 @@ def rows_of(x: torch.Tensor) -> Optional[torch.Tensor]:
 def in_rows(x: torch.Tensor) -> torch.Tensor:
     """x [..., K] as [M, K] with dense rows, a view if possible."""
     rows = rows_of(x)
-    return rows_of(x.contiguous()) if rows is None else rows
+    return rows_of(contiguous(x)) if rows is None else rows
 
 
 def present(x, like: torch.Tensor) -> torch.Tensor:

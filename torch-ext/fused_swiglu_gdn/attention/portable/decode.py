@@ -19,6 +19,7 @@ from ...runtime.cache import keep
 from ...runtime.dtypes import HALF
 from ...runtime.launch import Launch, kind_of, named
 from ...runtime.operation import contiguous_like, on_copies
+from ...runtime.ops import dense
 from ...runtime.primitives import after_predecessor
 from ...runtime.sizes import next_power_of_2
 from ..call import KvCacheAttention
@@ -197,8 +198,8 @@ def prepare_kvcache_attention(call: KvCacheAttention) -> Optional[Callable]:
         return None
     if mask is not None and mask.dtype == torch.float64:
         return None
-    if q.stride(3) != 1:
-        return on_copies(prepare_kvcache_attention, call, lambda q, *more: (q.contiguous(), *more))
+    if dense(q) is not q:
+        return on_copies(prepare_kvcache_attention, call, lambda q, *more: (dense(q), *more))
     make, launches = contiguous_like(q), _Launches(call)
 
     def resized(q, k_cache, v_cache, cache_seqlens, mask):

@@ -13,6 +13,7 @@ from ...runtime import device, tuning
 from ...runtime.dtypes import served
 from ...runtime.launch import Launch, named
 from ...runtime.operation import contiguous_like, on_copies
+from ...runtime.ops import contiguous
 from ...runtime.sizes import next_power_of_2
 from ..call import SigmoidGate, SigmoidGradient
 
@@ -114,7 +115,7 @@ def _launch(*tensors: torch.Tensor) -> Launch:
 
 
 def _contiguous(*tensors: torch.Tensor) -> list:
-    return [x.contiguous() for x in tensors]
+    return list(map(contiguous, tensors))
 
 
 def prepare_sigmoid_gate_fwd(call: SigmoidGate) -> Optional[Callable]:

@@ -19,7 +19,7 @@ from ...runtime import tuning
 from ...runtime.dtypes import served
 from ...runtime.launch import Launch, named, steps
 from ...runtime.operation import contiguous_like, on_copies
-from ...runtime.ops import dense
+from ...runtime.ops import contiguous, dense
 from ...runtime.sizes import next_power_of_2
 from ..call import QkNormRope
 from .heads import load_heads, load_turn, load_weight, rms_reciprocal, store_heads
@@ -224,7 +224,7 @@ def on_dense_rows(prepare: Callable, call, place: int) -> Optional[Callable]:
     def copied(*tensors):
         found = [dense(x) if x is None or x.ndim else x for x in tensors]
         if not _are_dense(*tensors[place : place + 2]):
-            found[place : place + 2] = [x.contiguous() for x in tensors[place : place + 2]]
+            found[place : place + 2] = [contiguous(x) for x in tensors[place : place + 2]]
         return found
 
     if all([a is b for a, b in zip(copied(*call.tensors), call.tensors)]):

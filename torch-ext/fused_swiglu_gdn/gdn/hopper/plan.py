@@ -47,7 +47,6 @@ def computes(call) -> bool:
         and call.q.dtype in HALF
         and call.q.dtype == call.k.dtype == call.v.dtype
         and call.K == call.V == HEAD_DIM
-        and call.HV > 0
         and 0 < call.B * call.T < 2**30
         and call.N > 0
     )

@@ -32,10 +32,9 @@ def prepare_gdn_chunk_bwd(call: GdnBackward) -> Optional[Callable]:
     """The call's tensors -> dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial_state; None for
     arguments that were not given. With values_only, only dv and d_initial_state.
 
-    For head dims up to 256 and fp16, bf16 or fp32. Without value heads no program would write dq
-    and dk.
+    For the calls that are_served.
     """
-    return on_dense(_prepare, call, *APART) if are_served(call) and call.HV > 0 else None
+    return on_dense(_prepare, call, *APART) if are_served(call) else None
 
 
 def _prepare(call: GdnBackward) -> Callable:

@@ -64,7 +64,7 @@ def prepare_gdn_chunk_fwd(call: GdnCall) -> Optional[Callable]:
     """The call's tensors -> o [B, T, HV, V]; the final state, the pool or None; checkpoints or
     None; Tb, P and F or three None.
 
-    For head dims up to 256 and fp16, bf16 or fp32.
+    For the calls that are_served.
     """
     return on_dense(_prepare, call, "g", "beta", "initial_state") if are_served(call) else None
 

@@ -107,12 +107,14 @@ def _is_whole(x: torch.Tensor) -> bool:
 
 def are_served(call) -> bool:
     """True for a call of a chunked form, or of its gradient, that kernels can compute: fp16, bf16
-    or fp32, head dims of up to 256, and states whose matrices [K, V] 32-bit offsets span."""
+    or fp32, head dims of up to 256, some value head (none would write dq and dk), and states whose
+    matrices [K, V] 32-bit offsets span."""
     dtypes = {call.q.dtype, call.g.dtype, call.beta.dtype}
     states = [call.initial_state, getattr(call, "d_final_state", None)]
     steps = [(*x.shape[2:], *x.stride()[2:]) for x in states if x is not None]
     reached = all((K - 1) * row + (V - 1) * column < 2**31 for K, V, row, column in steps)
-    return reached and dtypes.issubset(SERVED) and max(call.K, call.V) <= 256
+    fits = max(call.K, call.V) <= 256 and call.HV > 0
+    return fits and reached and dtypes.issubset(SERVED)
 
 
 def kv_strides(state: Optional[torch.Tensor], v_first: bool) -> tuple:

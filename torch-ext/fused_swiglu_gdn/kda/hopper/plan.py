@@ -68,7 +68,6 @@ def computes(call: Union[KdaCall, KdaBackward]) -> bool:
         and call.q.dtype in HALF
         and call.q.dtype == call.k.dtype == call.v.dtype
         and call.K == HEAD_DIM
-        and call.HV > 0
         and 0 < call.B * call.T < 2**30
         and (call.cu_seqlens is None or call.N > 0)
         and all(map(lies_for_tma, (call.q, call.k, call.g)))

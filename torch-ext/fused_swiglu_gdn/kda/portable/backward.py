@@ -35,8 +35,7 @@ def prepare_kda_chunk_bwd(
     For the head dims and dtypes of has_gradient. prepare_kind(call): the class of the first launch;
     states_kind(call, do): the function of the passes over the states.
     """
-    fits = has_gradient(call.K, call.V, call.q.dtype, call.q.device) and call.HV > 0
-    if not fits or not are_served(call):
+    if not are_served(call) or not has_gradient(call.K, call.V, call.q.dtype, call.q.device):
         return None
 
     def prepare(call: KdaBackward) -> Callable:

@@ -20,7 +20,7 @@ def prepare_kda_chunk_fwd(call: KdaCall) -> Optional[Callable]:
     """The call's tensors -> o [B, T, HV, V]; the final state, the pool or None; checkpoints or
     None.
 
-    For head dims up to 256 and fp16, bf16 or fp32.
+    For the calls that are_served.
     """
     return on_dense_gates(_prepare, call, "initial_state") if are_served(call) else None
 

@@ -6,6 +6,7 @@ from typing import Optional, Tuple
 import torch
 
 from ...runtime import tuning
+from ...runtime.ops import contiguous
 from ...runtime.sizes import next_power_of_2
 
 MAX_BLOCK = 16384  # columns that a program holds at once
@@ -29,7 +30,7 @@ def lie_in_rows(*tensors: Optional[torch.Tensor]) -> bool:
 
 def readable(x: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
     """x, or a contiguous copy if its rows cannot be addressed by two strides."""
-    return x if lie_in_rows(x) else x.contiguous()
+    return x if lie_in_rows(x) else contiguous(x)
 
 
 def layout(*tensors: Optional[torch.Tensor]) -> tuple:

@@ -21,7 +21,7 @@ from ...runtime import device, tuning
 from ...runtime.dtypes import HALF
 from ...runtime.launch import Launch
 from ...runtime.operation import on_copies
-from ...runtime.ops import rows_of
+from ...runtime.ops import contiguous, rows_of
 from ...runtime.primitives import after_predecessor
 from ...runtime.sizes import cdiv, next_power_of_2
 from ..call import MAX_TOKENS, MAX_WEIGHTS, Project, TokenMlp, products
@@ -154,7 +154,7 @@ def prepare_project_fwd(call: Project) -> Optional[Callable]:
     x, *weights, (activation, fp32) = call
     weights, rows = [w for w in weights if w is not None], rows_of(x)
     if rows is None:
-        return on_copies(prepare_project_fwd, call, lambda x, *weights: (x.contiguous(), *weights))
+        return on_copies(prepare_project_fwd, call, lambda x, *weights: (contiguous(x), *weights))
     if not _takes(rows, weights, activation):
         return None
     where, (M, K), sizes = x.device, rows.shape, [w.shape[0] for w in weights]

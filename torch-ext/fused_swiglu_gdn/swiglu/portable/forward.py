@@ -14,7 +14,7 @@ from ...runtime import device, tuning
 from ...runtime.dtypes import SERVED
 from ...runtime.launch import Launch
 from ...runtime.operation import on_copies
-from ...runtime.ops import dense, in_rows, rows_of
+from ...runtime.ops import contiguous, dense, in_rows, rows_of
 from ...runtime.primitives import activate, either, grouped_tile
 from ...runtime.sizes import cdiv
 from ..call import Swiglu
@@ -128,7 +128,8 @@ def prepare_swiglu_fwd(call: Swiglu) -> Optional[Callable]:
 
 def in_dense_rows(x, w_gate, w_up, b_gate, b_up) -> tuple:
     """The tensors, x with rows at one stride and dense biases."""
-    return x if rows_of(x) is not None else x.contiguous(), w_gate, w_up, dense(b_gate), dense(b_up)
+    x = x if rows_of(x) is not None else contiguous(x)
+    return x, w_gate, w_up, dense(b_gate), dense(b_up)
 
 
 def _readable(*tensors: torch.Tensor) -> tuple:
@@ -136,9 +137,9 @@ def _readable(*tensors: torch.Tensor) -> tuple:
     offsets inside a tile."""
     x, w_gate, w_up, *biases = in_dense_rows(*tensors)
     if rows_of(x).stride(0) > FAR:
-        x = x.contiguous()
+        x = contiguous(x)
     if w_gate.stride() != w_up.stride() or max(w_gate.stride()) > FAR:
-        w_gate, w_up = w_gate.contiguous(), w_up.contiguous()
+        w_gate, w_up = contiguous(w_gate), contiguous(w_up)
     return x, w_gate, w_up, *biases
 
 

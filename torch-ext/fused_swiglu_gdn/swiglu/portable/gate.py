@@ -11,7 +11,7 @@ from ...runtime.activations import BY_KERNELS
 from ...runtime.dtypes import SERVED
 from ...runtime.launch import Launch
 from ...runtime.operation import contiguous_like, on_copies
-from ...runtime.ops import rows_of
+from ...runtime.ops import contiguous, rows_of
 from ...runtime.primitives import activate, activate_with_slope
 from ...runtime.sizes import cdiv
 from ..call import SiluMul, SiluMulGradient
@@ -85,7 +85,7 @@ def prepare_silu_mul_fwd(call: SiluMul) -> Optional[Callable]:
 
 
 def _contiguous(*tensors: torch.Tensor) -> list:
-    return [x.contiguous() for x in tensors]
+    return list(map(contiguous, tensors))
 
 
 @triton.jit
