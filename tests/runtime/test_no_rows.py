@@ -21,7 +21,9 @@ def channels(kernel, *tensors):
 
 
 def rope(kernel, *tensors):
-    return torch.cat(kernel.fused_qk_norm_rope(*tensors), 2)
+    q, k, cos, sin, *weights = tensors
+    weights = dict(zip(("q_weight", "k_weight"), weights))
+    return torch.cat(kernel.fused_qk_norm_rope(q, k, cos.detach(), sin.detach(), **weights), 2)
 
 
 def convolution(kernel, x, weight):
@@ -50,7 +52,7 @@ CALLS = {
     "fused_swiglu_mlp, batch": (None, [(2, 0, 64)], [(128, 64), (128, 64), (64, 128)]),
     "sigmoid_gate": (None, [(0, 64), (0, 64)], []),
     "sigmoid_gate, heads": (None, [(2, 0, 4, 64), (2, 0, 4, 64)], []),
-    "fused_qk_norm_rope": (rope, [(2, 0, 4, 64), (2, 0, 4, 64), (2, 0, 64), (2, 0, 64)], []),
+    "fused_qk_norm_rope": (rope, [(2, 0, 4, 64)] * 2 + [(2, 0, 64)] * 2, [(64,), (64,)]),
     "causal_conv1d_fn": (convolution, [(2, 64, 0)], [(64, 4)]),
     "chunk_gated_delta_rule": (rule, [(1, 0, 2, 128)] * 3 + [(1, 0, 2)] * 2, []),
     "chunk_gated_delta_rule, no batch": (rule, [(0, 9, 2, 128)] * 3 + [(0, 9, 2)] * 2, []),
@@ -135,3 +137,15 @@ def test_dimensions_of_one(hopper):  # noqa: F811
     assert hopper.rms_norm(q, torch.ones(1, dtype=DTYPE)).shape == q.shape
     assert hopper.rms_norm_gated(q, q, torch.ones(1, dtype=DTYPE)).shape == q.shape
     assert hopper.silu_mul(q, q).shape == hopper.sigmoid_gate(q, q).shape == q.shape
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if not name.endswith("value heads")])
+def test_second_derivatives_are_refused(hopper, name):  # noqa: F811
+    """By the same sentence, which names the function."""
+    _, tokens, parameters = CALLS[name]
+    leaves = [torch.randn(*shape, dtype=DTYPE).requires_grad_() for shape in tokens + parameters]
+    out = called(hopper, name, leaves)
+    given = torch.autograd.grad(out, leaves, out.detach(), create_graph=True, allow_unused=True)
+    total = sum(x.sum() for x in given if x is not None)
+    with pytest.raises(NotImplementedError, match=f"{name.split(',')[0]} has no second derivative"):
+        torch.autograd.grad(total, leaves, allow_unused=True)

@@ -15,6 +15,7 @@ from .ops import (
     PLAIN,
     contiguous,
     dense,
+    last_derivative,
     needs_grad,
     no_second_derivative,
     operator,
@@ -74,7 +75,7 @@ class Operation(CallCache):
         self.count = len(call._fields) - 1
         self.places = [call._fields.index(x) for x in written]
         self.aligned = [call._fields.index(x) for x in aligned]
-        self.train, self.gradient = train, None
+        self.train, self.gradient, self.last = train, None, ""
         if schema is not None:
             self._register(schema or name, written, like, outputs, fake)
 
@@ -98,7 +99,9 @@ class Operation(CallCache):
         """
         self.gradient = (by.family, by.name)
         self.op.register_autograd(backward, setup_context=save)
-        if function:
+        if by.places:
+            by.last = function
+        elif function:
             no_second_derivative(by.op, function)
 
     def __call__(self, tensors: tuple, options: tuple = ()):
@@ -231,6 +234,10 @@ class Operation(CallCache):
             if run is not None:
                 found = run(*tensors)
                 return self._written(found, tensors) if self.places else found
+        elif self.last:
+            with torch.no_grad():
+                found = self.in_gradient(tensors, options)
+            return last_derivative(self.last, tensors, found)
         return self.op(*tensors, *options)
 
     def _written(self, found, tensors: tuple):

@@ -240,13 +240,35 @@ def present(x, like: torch.Tensor) -> torch.Tensor:
     return like.new_empty(0) if x is None else x
 
 
+def _refuse_second_derivative(function: str) -> None:
+    raise NotImplementedError(
+        f"{function} has no second derivative on these kernels: its gradient cannot be "
+        "differentiated (create_graph=True, a penalty on gradients)"
+    )
+
+
 def no_second_derivative(op: Callable, function: str) -> None:
     """Makes differentiating `op`, the gradient of a public function, raise a clear error."""
+    op.register_autograd(
+        lambda ctx, *_: _refuse_second_derivative(function),
+        setup_context=lambda ctx, inputs, output: None,
+    )
 
-    def refuse(ctx, *_):
-        raise NotImplementedError(
-            f"{function} has no second derivative on these kernels: its gradient cannot be "
-            "differentiated (create_graph=True, a penalty on gradients)"
-        )
 
-    op.register_autograd(refuse, setup_context=lambda ctx, inputs, output: None)
+class _Last(torch.autograd.Function):
+    """The tensors behind the first `count` as they are; their derivative by those is refused."""
+
+    @staticmethod
+    def forward(ctx, function, count, *tensors):
+        ctx.function = function
+        return tuple([x if x is None else x.view_as(x) for x in tensors[count:]])
+
+    @staticmethod
+    def backward(ctx, *_):
+        _refuse_second_derivative(ctx.function)
+
+
+def last_derivative(function: str, tensors: tuple, gradients: tuple) -> tuple:
+    """The gradients, computed without autograd of these tensors, of a public function: for an
+    operator that writes its arguments, for which torch takes no formula of a gradient."""
+    return _Last.apply(function, len(tensors), *tensors, *gradients)

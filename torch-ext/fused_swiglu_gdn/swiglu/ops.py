@@ -94,7 +94,7 @@ def _backward(ctx, dz, _):
     return (*apart(gradients, needs), None)
 
 
-SAVING.register_gradient(_save, _backward, GRADIENT)
+SAVING.register_gradient(_save, _backward, GRADIENT, "fused_swiglu")
 
 
 def _save_gate(ctx, inputs, output) -> None:

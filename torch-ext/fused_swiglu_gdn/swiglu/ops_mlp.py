@@ -87,4 +87,4 @@ def _backward(ctx, dy, *_):
     return (dx, *weights, db_gate, db_up, db_down, None, None, None, None)
 
 
-SAVING.register_gradient(_save, _backward, GRADIENT)
+SAVING.register_gradient(_save, _backward, GRADIENT, "fused_swiglu_mlp")
