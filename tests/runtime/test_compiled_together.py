@@ -1,5 +1,6 @@
 """A first call of several kernels compiles them in threads, and starts them in their order."""
 
+import sys
 import threading
 
 import pytest
@@ -88,6 +89,31 @@ def test_other_threads_and_errors(events):
         run()
         raise ZeroDivisionError
     assert len(names(events, "started")) == 3 and not launch.is_watched()
+
+
+def test_each_thread_has_watches_of_its_own(events):
+    """Many that come and go: each sees its own launches alone, and all of them."""
+    run, counts, everywhere = launches(), [], []
+
+    def work():
+        for _ in range(200):
+            seen = []
+            with launch.watched(lambda one, tensors, seen=seen: seen.append(one) is None):
+                run()
+            counts.append(len(seen))
+
+    threads, switching = [threading.Thread(target=work) for _ in range(4)], sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with launch.watched(lambda one, tensors: everywhere.append(one), everywhere=True):
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    finally:
+        sys.setswitchinterval(switching)
+    assert counts == [3] * 800 and len(everywhere) == 2400
+    assert not events and not launch._watches
 
 
 @pytest.mark.gpu

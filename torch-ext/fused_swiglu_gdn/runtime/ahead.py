@@ -6,7 +6,6 @@ another: ten seconds for what a prompt needs.
 
 import contextlib
 import os
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Iterator
 
@@ -27,12 +26,10 @@ def compiled_ahead() -> Iterator[None]:
     The outputs of those launches are left uninitialised. Other threads compile; the context ends
     when all kernels are compiled.
     """
-    here, met = threading.get_ident(), set()
+    met = set()
     with _compilers() as pool:
 
         def take(launch: Launch, tensors: tuple) -> bool:
-            if threading.get_ident() != here:
-                return False
             key = launch.key(tensors)
             if key not in met and _is_missing(launch, tensors):
                 met.add(key)
@@ -54,11 +51,9 @@ def compiled_together() -> Iterator[None]:
     if is_watched() or torch.cuda.is_current_stream_capturing():
         yield
         return
-    here, waiting = threading.get_ident(), []
+    waiting = []
 
     def take(launch: Launch, tensors: tuple) -> bool:
-        if threading.get_ident() != here:
-            return False
         waiting.append((launch, tensors))  # which keeps the tensors
         return True
 

@@ -13,7 +13,8 @@ boxes of tensor maps. It is computed from the arguments of each call.
 
 import contextlib
 import operator
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
+import threading
+from typing import Any, Callable, Dict, Iterator, Optional, Tuple, Union
 
 import torch
 
@@ -28,7 +29,8 @@ Argument = Optional[Union[torch.Tensor, RawPointer]]
 FUSED = ("enable_fp_fusion", True)
 
 _codes: Dict[tuple, Code] = {}  # by kind: Launch.key
-_watches: List[Callable] = []  # of recorded() and paranoid()
+_watches: Dict[Optional[int], tuple] = {}  # by thread; None: of all of them
+_lock = threading.Lock()
 
 
 def steps(x: torch.Tensor) -> tuple:
@@ -128,7 +130,7 @@ class Launch:
         self.latest: tuple = ([], [])
 
     def __call__(self, *tensors: Argument) -> None:
-        if _watches and any([watch(self, tensors) for watch in _watches]):
+        if _watches and any([watch(self, tensors) for watch in watches_here()]):
             return
         if self.types is None:
             return self._find_and_start(tensors)
@@ -249,19 +251,33 @@ class Launch:
         return _codes.get(self.key(tensors))
 
 
+def watches_here() -> tuple:
+    """Those that see the launches of this thread."""
+    return (*_watches.get(None, ()), *_watches.get(threading.get_ident(), ()))
+
+
 def is_watched() -> bool:
-    return bool(_watches)
+    """True if a watch sees the launches of this thread."""
+    return bool(_watches) and bool(watches_here())
 
 
 @contextlib.contextmanager
-def watched(watch: Callable[[Launch, tuple], bool]) -> Iterator[None]:
-    """Calls watch(launch, tensors) for each launch inside; a launch for which it returns True is
-    skipped."""
-    _watches.append(watch)
+def watched(watch: Callable[[Launch, tuple], bool], everywhere: bool = False) -> Iterator[None]:
+    """Calls watch(launch, tensors) for each launch of this thread inside; a launch for which it
+    returns True is skipped.
+
+    everywhere: for those of all threads; autograd has one for each GPU.
+    """
+    key = None if everywhere else threading.get_ident()
+    with _lock:
+        _watches[key] = (*_watches.get(key, ()), watch)
     try:
         yield
     finally:
-        _watches.remove(watch)
+        with _lock:
+            _watches[key] = tuple([other for other in _watches[key] if other is not watch])
+            if not _watches[key]:
+                del _watches[key]
 
 
 def _compare(launch: Launch, tensors: tuple) -> bool:
@@ -279,4 +295,4 @@ def paranoid() -> contextlib.AbstractContextManager:
 
     For tests.
     """
-    return watched(_compare)
+    return watched(_compare, everywhere=True)
