@@ -239,6 +239,8 @@ BAD = [
     (rotary, {"norm": "all"}, ValueError, ["q_weight", "[64]", "[16]"]),
     (rotary, {"v": ones(2, 3, 2, 16)}, ValueError, ["key_cache", "given"]),
     (cached, {"cache_position": None}, ValueError, ["cache_position", "given"]),
+    (cached, {"cache_position": torch.arange(3)}, ValueError,
+     ["cache_position", "one slot", "[3]"]),
     (cached, {"cache_position": torch.tensor(7)}, ValueError, ["cache_position", "0 to 6", "7"]),
     (cached, {"cache_position": torch.tensor(-1)}, ValueError, ["cache_position", "0 to 6", "-1"]),
     (cached, {"key_cache": ones(2, 9, 2, 16)}, ValueError, ["key_cache", "[2, 2, S, 16]"]),

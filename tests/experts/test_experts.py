@@ -124,6 +124,12 @@ def test_autocast(kernel):
 
 BAD = [
     ({"w_gate_up": torch.zeros(4, 8, 16)}, ValueError, "w_gate_up must have shape [E, 2*I, H]"),
+    ({"w_down": torch.zeros(4, 8, 16)}, ValueError, "w_down must have shape [E, H, I]"),
+    (
+        {"w_down": torch.zeros(3, 16, 7)},
+        ValueError,
+        "beside w_down of shape",
+    ),
     ({"top_k_index": torch.zeros(5, 3).long()}, ValueError, "top_k_weights must have shape"),
     ({"activation": "swiglu"}, ValueError, "activation must be one of 'silu'"),
     ({"limit": 0}, ValueError, "limit must be positive and finite, got 0"),

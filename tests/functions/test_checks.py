@@ -140,7 +140,7 @@ BAD = [
      ["cu_seqlens", "not decrease", "3", "5"]),
     (chunk(cu_seqlens=ints(0, 7)), ValueError, ["cu_seqlens", "end with", "8", "7"]),
     (chunk(cu_seqlens=ints(0, 8).view(1, 2)), ValueError, ["cu_seqlens", "[N + 1]", "[1, 2]"]),
-    (chunk(cu_seqlens=ints()), ValueError, ["cu_seqlens", "[N + 1]", "[0]"]),
+    (chunk(cu_seqlens=ints()), ValueError, ["cu_seqlens", "cumulative", "[0]"]),
     (chunk(cu_seqlens=ints(0, 4, 8)), ValueError, ["initial_state", "[2, 4, 6, 5]", "[1, 4"]),
     (chunk(cu_seqlens=ints(0, 8), q=torch.ones(2, 8, 2, 6), k=torch.ones(2, 8, 2, 6),
      v=torch.ones(2, 8, 4, 5), g=torch.ones(2, 8, 4), beta=torch.ones(2, 8, 4)), ValueError, ["q",

@@ -523,6 +523,11 @@ class Generates(transformers.GenerationMixin, torch.nn.Module):
         return self.__call__
 
 
+HELD = (
+    "get_compiled_call", "_update_model_kwargs_for_generation", "create_masks_for_generate",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
 def test_a_pickle_has_the_models_own_generate(graph, device):
     model = Generates()
@@ -531,6 +536,12 @@ def test_a_pickle_has_the_models_own_generate(graph, device):
     again = pickle.loads(pickle.dumps(model))
     assert again.generate == Generates.generate.__get__(again)
     assert again.get_compiled_call == Generates.get_compiled_call.__get__(again)
+    assert submodule("models.graphs").serve_graphs(again).note == "CUDA graph"
+    third = pickle.loads(pickle.dumps(again))
+    assert submodule("models.graphs").restore_graphs(third) == 0  # it has no replacement
+    assert not third.__dict__.keys() & {"generate", *HELD}
+    submodule("models.graphs").restore_graphs(again)
+    assert again.__dict__.keys() == Generates().__dict__.keys()
 
 
 @on_every_device

@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import DEVICES, relative_error, submodule
 from tiny_models import (
+    BASE,
     CONFIGS,
     LOGITS,
     MORE,
@@ -96,6 +97,25 @@ def test_attention_with_tables_of_its_own(kernel, name, rows):
             out = served(x, **given)[0]
         assert record["qk_norm_rope_fwd"]
         assert_same(out, own(x, **given)[0])
+
+
+def test_rotary_embedding_of_a_width_that_the_forward_reads(kernel):
+    """Phi takes half of each head by an attribute, and tables of that width alone."""
+    config = transformers.AutoConfig.for_model("phi", **BASE)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    served = copy.deepcopy(model)
+    assert kinds_of(kernel.kernelize(served)) >= {"Attention"}
+    with serving() as record:
+        out = logits(served, tokens(2, 9))
+    assert record["qk_norm_rope_fwd"] == 2
+    assert_same(out, logits(model, tokens(2, 9)))
+    own, mine = (m.model.layers[0].self_attn for m in (model, served))
+    x, tables = torch.randn(1, 3, 32), torch.randn(2, 1, 3, 16)
+    with serving() as record, pytest.raises(RuntimeError):
+        mine(x, tuple(tables), None)  # as its own forward does
+    with pytest.raises(RuntimeError):
+        own(x, tuple(tables), None)
+    assert not record["qk_norm_rope_fwd"]
 
 
 def test_what_is_served(kernel):

@@ -25,7 +25,7 @@ def plain(model, ids, **options):
     if ids.device.type == "cpu":
         words["compile_config"] = config = transformers.CompileConfig()
         config._compile_all_devices = True
-    return model.generate(ids, **words)
+    return model.generate(**words) if "input_ids" in words else model.generate(ids, **words)
 
 
 def own(model, ids, **options):
@@ -143,3 +143,72 @@ def test_ids_of_other_ranks_are_left_alone(kernel):
         model, torch.zeros(1, 4, 2, dtype=torch.long), config, given
     )
     assert found is given
+
+
+def soft(model, count, device):
+    """The model, whose prompts begin with `count` embeddings that are no tokens."""
+    own = type(model).prepare_inputs_for_generation
+
+    def prepare(self, input_ids, next_sequence_length=None, **given):
+        found = own(self, input_ids, next_sequence_length=next_sequence_length, **given)
+        if next_sequence_length is None or next_sequence_length > 1:
+            x = self.get_input_embeddings()(found.pop("input_ids"))
+            more = torch.ones(len(x), count, x.shape[-1], device=device, dtype=x.dtype) / 8
+            found["inputs_embeds"] = torch.cat([more, x], 1)
+            for name in ("position_ids", "attention_mask"):
+                found.pop(name, None)
+        else:
+            found.pop("position_ids", None)
+            found.pop("attention_mask", None)
+        return found
+
+    members = {"prepare_inputs_for_generation": prepare}
+    model.__class__ = type(type(model).__name__, (type(model),), members)
+    return model
+
+
+@on_every_device
+def test_a_prompt_that_is_longer_than_its_ids(kernel, graph, device):
+    """The cache that transformers makes grows; a static one would lack slots for the last ones."""
+    ids, _ = padded(1, 9, device)
+    model = soft(tiny("llama", device, initializer_range=0.4), 5, device)
+    assert submodule("models.graphs").serve_graphs(model).reason is None
+    found = plain(model, ids)
+    assert graph.captures == 0
+    assert torch.equal(found, own(model, ids, cache_implementation="dynamic"))
+
+
+@pytest.mark.parametrize(
+    "kind", ["PromptTuningConfig", "PromptEncoderConfig", "PrefixTuningConfig"]
+)
+@on_every_device
+def test_trained_prompts(kernel, graph, device, kind):
+    peft = pytest.importorskip("peft")
+    ids, mask = padded(2, 9, device)
+    model = tiny("llama", device, initializer_range=0.4)
+    tuned = peft.get_peft_model(
+        model, getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    ).to(device).eval()  # fmt: skip
+    before = plain(tuned, ids, input_ids=ids, attention_mask=mask)
+    kernel.kernelize(model, cuda_graphs=True)
+    assert torch.equal(plain(tuned, ids, input_ids=ids, attention_mask=mask), before)
+    assert graph.captures == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "kimi_linear"])
+def test_the_bytes_of_a_cache(name):
+    """Those that it allocates; latent attention needs room for one layer's keys and values, too."""
+    model, slots, B = tiny(name, "cpu"), 64, 3
+    cache = transformers.StaticCache(config=model.config, max_cache_len=slots)
+    counted = submodule("models.static_cache")._bytes(model, cache, B * slots)
+    with torch.no_grad():
+        ids, _ = padded(B, 9, "cpu")
+        model(ids, **{submodule("models.graphs")._cache_name(model): cache})
+    layers = [layer for layer in cache.layers if hasattr(layer, "keys")]
+    held = [x for layer in layers for x in (layer.keys, layer.values)]
+    bytes_ = sum(x.numel() * x.itemsize for x in held)
+    config = model.config
+    if name == "kimi_linear":
+        N, R, V = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+        bytes_ += config.num_attention_heads * (2 * N + V + R) * B * slots * 4
+    assert counted == bytes_

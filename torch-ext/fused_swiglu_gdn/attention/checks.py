@@ -71,7 +71,12 @@ def _caches(q, v, key_cache, value_cache, cache_position, sizes) -> None:
     has_shape("v", v, "B T HK DV", sizes)
     has_shape("key_cache", key_cache, "B HK S D", sizes)
     has_shape("value_cache", value_cache, "B HK S DV", sizes)
-    has_shape("cache_position", cache_position, "", sizes)
+    is_tensor("cache_position", cache_position)
+    if cache_position.ndim:
+        raise ValueError(
+            "cache_position must be the one slot of the first token, a tensor without dimensions, "
+            f"got one of shape {list(cache_position.shape)}"
+        )
     has_dtype("cache_position", cache_position, INDICES)
     for name in ("v", "key_cache", "value_cache"):
         is_floating(name, written[name])

@@ -16,6 +16,7 @@ from ..runtime.checks import (
     is_int,
     is_number,
     is_one_of,
+    is_tensor,
     same_device,
 )
 from ..runtime.ops import needs_grad
@@ -32,8 +33,14 @@ def fused_experts(call: Experts) -> Experts:
     has_shape("x", x, "T H", sizes)
     is_floating("x", x)
     has_shape("w_down", w_down, "E H I", sizes)
+    is_tensor("w_gate_up", w_gate_up)
+    expected = [sizes["E"], 2 * sizes["I"], sizes["H"]]
+    if list(w_gate_up.shape) != expected:  # either weight may be the wrong one
+        raise ValueError(
+            f"w_gate_up must have shape [E, 2*I, H] = {expected} beside w_down of shape [E, H, I] "
+            f"= {list(w_down.shape)}, got {list(w_gate_up.shape)}"
+        )
     sizes["2*I"] = 2 * sizes["I"]
-    has_shape("w_gate_up", w_gate_up, "E 2*I H", sizes)
     if sizes["E"] == 0:
         raise ValueError("w_down must hold at least one expert, got 0")
     has_shape("top_k_index", top_k_index, "T K", sizes)

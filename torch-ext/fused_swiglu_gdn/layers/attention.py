@@ -63,7 +63,7 @@ class AttentionForm(NamedTuple):
     heads: Heads
     D: int
     dims: int  # of the tables: 3, or 2 where all rows have the same positions
-    partial: bool  # the tables may be narrower than the heads
+    widths: Tuple[int, ...]  # that the tables may have; none: any up to D
     optional: bool  # without tables there is no rotary embedding
     identities: Tuple[str, ...]  # parts that do nothing
     implementation: Word  # what transformers' registry is asked for
@@ -199,7 +199,7 @@ def _tables(form: AttentionForm, tables, x: torch.Tensor, D: int) -> Optional[tu
         return None
     if sin.dtype is not cos.dtype or sin.shape != cos.shape:
         return None
-    if R % 2 or not (R == D or R < D and form.partial):
+    if R % 2 or R > D or form.widths and R not in form.widths:
         return None
     if form.dims == 2:
         cos, sin = cos[None], sin[None]

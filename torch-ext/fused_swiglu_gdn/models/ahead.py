@@ -97,6 +97,11 @@ class Masks(InPlace):
     def __reduce__(self):
         return functools.partial, (getattr(sys.modules[MASKS], self.name),)
 
+    @classmethod
+    def is_own(cls, module: nn.Module, value: object) -> bool:
+        own = getattr(sys.modules.get(MASKS), cls.name, None)
+        return isinstance(value, functools.partial) and value.func is own and not value.args
+
 
 def step_of(model: nn.Module, inputs: dict) -> Optional[Any]:
     """The step on the cache among the inputs, if it has a graph that advances them."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import enum
+import threading
 from typing import List, Optional, Sequence, Tuple
 
 import torch
@@ -20,6 +21,9 @@ from .recognise import KINDS, OF_MODULES, is_nothing, recognise, replace
 from .report import WAITS, Report, Row
 from .serving import as_gathered, may_move, named_modules, unserve, why_not_on
 from .stand_ins import quiet
+
+# what is learnt of a class is kept for all threads, and Python's own parser is for one at a time
+_looking = threading.RLock()
 
 
 def kernelize(
@@ -97,7 +101,7 @@ def kernelize(
             raise ValueError('only and skip must leave "gdn" in where cp_group is given')
         is_group(cp_group, "cp_group")
     restore_attention(model)
-    with as_gathered(model), _one_thread(), quiet():
+    with _looking, as_gathered(model), _one_thread(), quiet():
         rows = _serve_modules(model, kinds, replay)
     if cp_group is not None:
         _exchanges_states(model, rows)

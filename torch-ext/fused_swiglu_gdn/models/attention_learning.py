@@ -81,7 +81,7 @@ class Learning(Trial):
         """A run without and one in training."""
         run = self.called(FIRST, values=self.marks())
         self.D = run.interface.calls[0][1].shape[-1]
-        if self.tables is not None and run.tables[0].shape[-1] != self.D:
+        if self.tables is not None and run.tables[0].shape[-1] != (self.R or self.D):
             run = self.called(FIRST, values=self.marks())  # with tables as wide as the heads
         return run, self.called(TRAINING, values=self.marks())
 
@@ -109,8 +109,9 @@ class Learning(Trial):
 
     def with_tables(self) -> Tuple[Run, Run]:
         error = None
-        for width in dict.fromkeys([1, 2, *self.widths()]):
-            self.D = width
+        widths = [(n, 0) for n in dict.fromkeys([1, 2, *self.widths()])]
+        for sizes in [*widths, *((n, n) for n in self.numbers())]:
+            self.D, self.R = sizes
             try:
                 return self.learned(self.first_runs)
             except Raises as why:
@@ -133,9 +134,14 @@ class Learning(Trial):
     def widths(self) -> Iterator[int]:
         """Candidates for the head dim."""
         outs = [p.sizes[1] for p in self.parts.values() if isinstance(p, Part) and p.sizes[1:]]
-        values = plain_values(self.module, self.source.reads).values()
-        sizes = [v for v in values if type(v) is int and v > 2 and any(n % v == 0 for n in outs)]
+        sizes = [v for v in self.numbers() if any(n % v == 0 for n in outs)]
         yield from dict.fromkeys([*sizes, 64, 128, 32, 256, 96, 80, 16, 8])
+
+    def numbers(self) -> List[int]:
+        """Sizes that the forward reads; one may be the width of the tables, whatever that of the
+        heads is."""
+        values = plain_values(self.module, self.source.reads).values()
+        return [v for v in values if type(v) is int and v > 1]
 
     # ------------------------------------------------------------------ what is learned
 
@@ -154,7 +160,8 @@ class Learning(Trial):
             self.arguments(), self.source.checks, self.tables, self.cache,
             self.mask, index, updates, updates_with, self.plan.projections, self.sizes,
             self.plan.q_norm, self.plan.k_norm, self.plan.out, self.plan.heads, self.D, self.dims,
-            False, False, tuple(identities), implementation, words, self.training_words,
+            (self.R or self.D,), False, tuple(identities), implementation, words,
+            self.training_words,
             self.rests, self.eager,
         )  # fmt: skip
 

@@ -177,7 +177,7 @@ class _Trial(Learning):
         }
         self.tables = self.cache = self.mask = None  # arguments
         self.width = next((features(m)[0] for m in module._modules.values() if features(m)), 0)
-        self.dims, self.D = 3, 1
+        self.dims, self.D, self.R = 3, 1, 0
         self.projections = frozenset(
             n for n, part in self.parts.items() if isinstance(part, Part) and part.sizes[1:]
         )
@@ -196,7 +196,7 @@ class _Trial(Learning):
             put(twin, values)
         numbers, tables = [random(case.B, case.T, self.width, seed=1, dtype=dtype)], None
         if case.rotary is not None:
-            width = max(int(self.D * case.rotary), 1)
+            width = self.R or max(int(self.D * case.rotary), 1)
             size = (case.tables or case.B, case.T, width)[3 - self.dims :]
             numbers += [random(*size, seed=21, dtype=dtype), random(*size, seed=22, dtype=dtype)]
         x, *tables = map(torch.clone, numbers)
@@ -235,11 +235,11 @@ class _Trial(Learning):
             self.check(form, self.called(case))
         for absent in toggles(self.others(), self.source.asked):
             self.check(form, self.called(FIRST, absent=absent))
-        partial, optional = form._replace(partial=True), form._replace(optional=True)
         self.keeps_dtype()
-        return form._replace(
-            partial=self.agrees(partial, PARTIAL), optional=self.agrees(optional, WITHOUT)
-        )
+        optional = self.agrees(form._replace(optional=True), WITHOUT)
+        if not self.R and self.agrees(form._replace(widths=()), PARTIAL):
+            form = form._replace(widths=())
+        return form._replace(optional=optional)
 
     def agrees(self, form: AttentionForm, case: Case) -> bool:
         try:

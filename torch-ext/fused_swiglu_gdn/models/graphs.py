@@ -66,9 +66,8 @@ def restore_graphs(model: nn.Module) -> int:
     """Undoes serve_graphs; returns the number of modules that changed."""
     served = 0
     for _, module in named_modules(model):
-        if Generate.name in module.__dict__:
-            take_back(module, Generate)
-            restore_ahead(module)
+        take_back(module, Generate)
+        restore_ahead(module)
         if SEAM in module.__dict__ and take_back(module, Decoding):
             expect_none(module)
             served += 1

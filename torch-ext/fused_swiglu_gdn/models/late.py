@@ -14,7 +14,7 @@ import math
 import sys
 import weakref
 from collections import deque
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, Callable, Optional
 
 import torch
@@ -22,7 +22,7 @@ from torch import nn
 
 from .capture import Graph
 from .graph_rules import why_not_cache
-from .static_cache import with_static_cache
+from .static_cache import TooLong, check_length, with_static_cache
 
 UTILS = "transformers.generation.utils"
 LOOP, CHECK, MODES = "_sample", "DeferredStopCheck", "GENERATION_MODES_MAPPING"
@@ -77,11 +77,19 @@ class InPlace:
     def __reduce__(self):
         return getattr, (self.model, self.name)
 
+    @classmethod
+    def is_own(cls, module: nn.Module, value: object) -> bool:
+        """True for the module's own method, which a pickle has in the place of a replacement."""
+        own = getattr(type(module), cls.name, None)
+        return isinstance(value, MethodType) and value.__self__ is module and value.__func__ is own
+
 
 def take_back(module: nn.Module, kind: type) -> bool:
-    """Restores a module's own method if a replacement of this kind is set on it."""
-    found = isinstance(module.__dict__.get(kind.name), kind)
-    if found:
+    """Restores a module's own method if a replacement of this kind is set on it, or what a pickle
+    has in its place; returns whether it was a replacement."""
+    value = module.__dict__.get(kind.name)
+    found = isinstance(value, kind)
+    if found or value is not None and kind.is_own(module, value):
         delattr(module, kind.name)
     return found
 
@@ -198,9 +206,15 @@ def decode(
             late = Late(model, criteria, generation_config.do_sample)
             loop = _with(loop, late)
             given["stopping_criteria"] = criteria
-            given = with_static_cache(model, input_ids, generation_config, given)
             if "tokenizer" in given and not _takes_tokenizer(model):
                 del given["tokenizer"]  # the criteria have it; a graph takes no such input
+            found = with_static_cache(model, input_ids, generation_config, given)
+            if found is not given:
+                late.tokens = input_ids.shape[1]
+                try:
+                    return loop(model, input_ids, **found)
+                except TooLong:  # no token was drawn or streamed yet
+                    late.tokens = None
     return loop(model, input_ids, **given)
 
 
@@ -266,12 +280,15 @@ class Late:
         self.decoding = model.__dict__.get("get_compiled_call")
         self.known = not criteria.others
         self.draws = bool(draws)
+        self.tokens: Optional[int] = None  # of the prompt, into a cache that nobody asked for
 
     def is_supported(
         self, device: torch.device, cache: Any, cache_is_returned: bool, is_assistant: bool
     ) -> bool:
         """True if the late check may be used: in a cache that lives on, a surplus step would be
-        visible."""
+        visible. Raises TooLong if the prompt has filled more slots than it has ids."""
+        if self.tokens is not None:
+            check_length(cache, self.tokens)
         if is_assistant or cache_is_returned and not self.known:
             return False
         if getattr(self.decoding, "steps", None) is None or Graph.why_not(device) is not None:

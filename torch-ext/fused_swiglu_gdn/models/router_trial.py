@@ -18,7 +18,7 @@ from ..layers.plain import told
 from ..runtime.dtypes import HALF
 from .code import Refused
 from .reader import Source
-from .stand_ins import quiet, random, twin_of
+from .stand_ins import Raises, quiet, random, twin_of
 from .trial import why_odd_module
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -170,7 +170,7 @@ def _outputs(forward, twin: nn.Module, x: torch.Tensor, experts: int) -> tuple:
     try:
         out = forward(twin, x)
     except Exception as error:
-        raise Refused(f"its forward raises {type(error).__name__} when tried") from None
+        raise Raises(error) from None
     if type(out) is not tuple or [*map(type, out)] != [torch.Tensor] * 3:
         raise Refused(ANOTHER_RESULT)
     if [tensor._version for tensor in given] != before:

@@ -32,10 +32,17 @@ class Read(Refused):
         self.name, self.how = name, how
 
 
+# what the process is in rather than what the class computes: no verdict about a class follows
+OF_THE_PROCESS = (MemoryError, OSError, RecursionError, SystemError)
+
+
 class Raises(Refused):
-    """Raised when the forward raises an exception of its own."""
+    """Raised when the forward raises an exception of its own; one of OF_THE_PROCESS goes on as it
+    is, and so is no verdict that is kept."""
 
     def __init__(self, error: Exception):
+        if isinstance(error, OF_THE_PROCESS):
+            raise error
         said = str(error).replace("'Unknown' object", "a part")[:60]
         super().__init__(f"its forward raises {type(error).__name__} when tried: {said}")
         self.error = error

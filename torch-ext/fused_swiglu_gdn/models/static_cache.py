@@ -26,6 +26,13 @@ PAIRS = 2**21  # pairs of a prompt's tokens that a new token pays for
 PART = 8  # of the device's memory, which the cache may take
 
 
+PREPARE = "prepare_inputs_for_generation"
+
+
+class TooLong(Exception):
+    """A prompt has put more tokens into a cache than it has ids."""
+
+
 def with_static_cache(model: nn.Module, ids: torch.Tensor, config: Any, given: dict) -> dict:
     """Returns the arguments of generate's loop, a static cache among them for an empty dynamic one.
 
@@ -36,6 +43,8 @@ def with_static_cache(model: nn.Module, ids: torch.Tensor, config: Any, given: d
     """
     name = next((name for name in CACHE_NAMES if name in given), None)
     slots = getattr(config, "max_length", None)
+    if PREPARE in model.__dict__:  # PEFT's, which puts a trained prompt before that of the call
+        return given
     if name is None or ids.ndim != 2 or type(slots) is not int or not _is_replaceable(given[name]):
         return given
     odd = given.get("inputs_embeds") is not None or given.get("use_cache") is False
@@ -69,10 +78,27 @@ def _slides(cache: Any, slots: int) -> bool:
     return any(getattr(layer, "max_cache_len", slots) < slots for layer in cache.layers)
 
 
+def check_length(cache: Any, tokens: int) -> None:
+    """Raises TooLong if a prompt of so many tokens has filled another number of slots, as a model
+    does that adds tokens of its own: the last ones would have none. The host waits for the
+    answer."""
+    if int(cache.get_seq_length()) != tokens:
+        raise TooLong
+
+
 def _bytes(model: nn.Module, cache: Any, slots: int) -> int:
-    """Counts the bytes of keys and values for this many slots in all layers that have them."""
+    """Counts the bytes of keys and values for this many slots in all layers that have them.
+
+    Latent attention keeps C latents and R rotary channels, and while a token runs the keys and
+    values of all its heads in one layer (transformers' expand_kv, and its copy of the keys).
+    """
     config = model.config.get_text_config(decoder=True)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     layers = sum(hasattr(layer, "max_cache_len") for layer in cache.layers)
-    return 2 * layers * heads * dim * slots * model.dtype.itemsize
+    numbers = 2 * layers * heads * dim
+    C = getattr(config, "kv_lora_rank", None)
+    if C:
+        N, R, V = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+        numbers = layers * (C + R) + config.num_attention_heads * (2 * N + V + R)
+    return numbers * slots * model.dtype.itemsize

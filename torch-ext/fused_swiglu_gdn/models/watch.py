@@ -6,16 +6,17 @@ addresses as at the capture. `Watch` compares them in tens of microseconds, at e
 
 import gc
 import sys
+from collections import deque
 from itertools import chain
 from operator import itemgetter
-from typing import Any, List, Optional, Sequence, Set
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any, Iterable, List, Optional, Sequence, Set
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from ..layers.replay import HeldStates
-from .serving import HOOK
+from .serving import HOOK, PACKAGE, named_modules
 
 PLAIN = (bool, int, float, str)
 COUNT = "cumulative_length_int"  # of a sliding layer: the tokens in it, which Python counts
@@ -23,6 +24,16 @@ COUNT = "cumulative_length_int"  # of a sliding layer: the tokens in it, which P
 REGISTRIES = ("ALL_ATTENTION_FUNCTIONS", "ALL_EXPERTS_FUNCTIONS")
 
 TORCHS = set(nn.Module().__dict__) - {"training"}  # attributes of every module
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+READ = ("_parameters", "_buffers", "_modules", *HOOKS)  # those that a call without gradients reads
+LISTS = (list, set, deque)
+CONTAINERS = (dict, *LISTS, tuple, frozenset)
+MOST = 4096  # entries of a container that are compared; of a larger one their number is
+# what has no attributes to look into, and packages whose objects a forward does not read
+NO_ATTRIBUTES = (type(None), *PLAIN, torch.Tensor, torch.dtype, torch.device, type, FunctionType,
+                 ModuleType)  # fmt: skip
+OTHERS = {*sys.stdlib_module_names, "torch", "numpy", "triton", "kernels", "accelerate",
+          PACKAGE.partition(".")[0]}  # fmt: skip
 
 _values = chain.from_iterable
 # torch's own comparison of many addresses, in builds for CUDA; 10 ns a tensor
@@ -39,14 +50,18 @@ def _is_walked(table: dict) -> bool:
 
 
 class Watch:
-    """The values of dicts and lists, and the addresses of tensors among them."""
+    """The values of dicts, lists and sets, and the addresses of tensors among them.
 
-    def __init__(self, tables: List[dict], lists: Sequence[list] = ()):
+    sized: those of them whose lengths are compared, too: else a value may move from the end of one
+    to the beginning of the next.
+    """
+
+    def __init__(self, tables: List[dict], lists: Sequence = (), sized: Sequence = ()):
         self.walked = [t for t in tables if _is_walked(t)]
         self.others = [t for t in tables if not _is_walked(t)]
-        self.tables, self.lists = self.walked + self.others, lists
+        self.tables, self.lists, self.sized = self.walked + self.others, lists, sized
+        self.sizes = list(map(len, sized))
         self.values = self.values_now()
-        self.members = list(map(tuple, lists))
         self.tensors = [i for i, x in enumerate(self.values) if isinstance(x, torch.Tensor)]
         self.places: List[Optional[int]] = [None] * len(self.values)
         for i in self.tensors:
@@ -54,28 +69,89 @@ class Watch:
 
     def values_now(self) -> list:
         # the collector's walk takes a quarter of the time that a view of each dict does
-        return gc.get_referents(*self.walked) + list(_values(map(dict.values, self.others)))
+        found = gc.get_referents(*self.walked, *self.lists)
+        return found + list(_values(map(dict.values, self.others)))
 
     def holds(self) -> bool:
         """True if all objects are the same or equal, and tensors have the same addresses."""
         now = self.values_now()
         try:
-            if now != self.values or list(map(tuple, self.lists)) != self.members:
+            if now != self.values or list(map(len, self.sized)) != self.sizes:
                 return False
         except (RuntimeError, ValueError):  # another tensor in place of one: no truth value
             return False
         if _same_places is not None:
             return _same_places(now, self.places, self.tensors)
-        return all(now[i].data_ptr() == self.places[i] for i in self.tensors)
+        return all([now[i].data_ptr() == self.places[i] for i in self.tensors])
 
 
-def _inner(attributes: dict) -> List[dict]:
-    """The non-empty dicts among the attributes, without dicts that hold only rehearsal's hook.
+def _is_empty(table: Any) -> bool:
+    """True for an empty container, and for one that holds only rehearsal's hook.
 
     Rehearsal adds and removes that hook at prompts, also those of another thread.
     """
+    return not table or len(table) == 1 and isinstance(table, dict) and HOOK in table
+
+
+class Reached:
+    """The containers that are reached from some values, at any depth, through containers, modules
+    and attributes of plain objects.
+
+    What cannot be looked into: __slots__, what functions close over, objects of Python's own
+    library and of the packages of OTHERS.
+    """
+
+    def __init__(self, seen: Iterable[int]):
+        self.seen = set(seen)  # ids of what is not to be looked into
+        self.full: list = []  # containers with entries
+        self.empty: list = []
+        self.large: list = []
+        self.modules: List[nn.Module] = []
+
+    def add(self, values: Iterable[object]) -> None:
+        left = [x for x in values if not isinstance(x, NO_ATTRIBUTES)]
+        while left:
+            x = left.pop()
+            if id(x) in self.seen:
+                continue
+            self.seen.add(id(x))
+            if isinstance(x, nn.Module):
+                more = [m for _, m in named_modules(x) if m is x or id(m) not in self.seen]
+                self.seen.update(map(id, more))
+                self.modules += more
+            elif isinstance(x, CONTAINERS):
+                self._hold(x)
+                if len(x) <= MOST:
+                    inner = x.values() if isinstance(x, dict) else x
+                    left += [y for y in inner if not isinstance(y, NO_ATTRIBUTES)]
+            elif _has_attributes(x):
+                self._hold(x.__dict__)
+                left.append(x.__dict__)
+                self.seen.discard(id(x.__dict__))
+
+    def _hold(self, container: Any) -> None:
+        if isinstance(container, (tuple, frozenset)):
+            return  # they cannot change
+        large = len(container) > MOST
+        (self.large if large else self.empty if _is_empty(container) else self.full).append(
+            container
+        )
+
+
+def _has_attributes(x: object) -> bool:
+    """True for an object whose attributes may change what a forward computes."""
+    kind = type(x)
+    if kind is SimpleNamespace:
+        return True
+    root = kind.__module__.partition(".")[0]
+    configures = kind.__name__ != "GenerationConfig"  # that is what generate reads
+    return root not in OTHERS and configures and isinstance(getattr(x, "__dict__", None), dict)
+
+
+def _inner(attributes: dict) -> List[dict]:
+    """The dicts with entries among the attributes."""
     values = [x.states if isinstance(x, HeldStates) else x for x in attributes.values()]
-    return [x for x in values if isinstance(x, dict) and x and list(x) != [HOOK]]
+    return [x for x in values if isinstance(x, dict) and not _is_empty(x)]
 
 
 class Code:
@@ -110,36 +186,44 @@ class ModelWatch:
     """The parameters, modules, attributes, classes and hooks of a model and its configurations."""
 
     def __init__(self, model: nn.Module):
-        self.modules = list(model.modules())
-        self.kinds = list(map(type, self.modules))
-        self.code = Code(set(self.kinds))
-        self.all = [m.__dict__ for m in self.modules]
-        self.sizes = list(map(len, self.all))
-        self.hooks = RemovableHandle.next_id  # it grows with every hook that is registered
-        configs = {id(m.config): m.config for m in self.modules if "config" in m.__dict__}
-        tables = [config.__dict__ for config in configs.values() if hasattr(config, "__dict__")]
-        tables += self.code.tables
-        lists: List[list] = []
+        self.modules = [module for _, module in named_modules(model)]
         self.own, self.held = [], []  # of modules: (function that reads what torch's have not, of)
-        for kind, attributes in zip(self.kinds, self.all):
-            tables += _inner(attributes)
-            if kind is nn.Linear and "forward" not in attributes:
+        tables: List[dict] = []
+        self.empty: list = []
+        reached = Reached(map(id, self.modules))
+        for module in self.modules:  # which grows by those that only a container has
+            kind, attributes = type(module), module.__dict__
+            reads_linear = kind is nn.Linear and "forward" not in attributes
+            for name in ("_parameters", *HOOKS) if reads_linear else READ:
+                table = attributes[name]
+                (self.empty if _is_empty(table) else tables).append(table)
+            if reads_linear:
                 continue  # a call reads parameters and hooks alone
-            lists += [x for x in attributes.values() if isinstance(x, list)]
             names = [name for name in attributes if name not in TORCHS]
             self.own.append((itemgetter(*names), attributes))
             tensors = [n for n in names if isinstance(attributes[n], torch.Tensor)]
             self.held += [(attributes, n, attributes[n]) for n in tensors]
+            reached.add([attributes[name] for name in names])
+            self.modules += reached.modules
+            reached.modules.clear()
+        self.kinds = list(map(type, self.modules))
+        self.all = [m.__dict__ for m in self.modules]
+        self.sizes = list(map(len, self.all))
+        self.code = Code(set(self.kinds))
+        self.empty += reached.empty
+        dicts = [x for x in reached.full if isinstance(x, dict)]
+        lists = [x for x in reached.full if not isinstance(x, dict)]
         self.read = self._read()
         self.places = [x.data_ptr() for _, _, x in self.held]
-        self.watch = Watch(tables, lists)
+        sized = reached.full + reached.large
+        self.watch = Watch(tables + dicts + self.code.tables, lists, sized)
         self.plain = self._plain()
 
     def _read(self) -> list:
         return [read(attributes) for read, attributes in self.own]
 
     def holds(self) -> bool:
-        if self.hooks != RemovableHandle.next_id:
+        if any(self.empty) and not all(map(_is_empty, self.empty)):
             return False
         if list(map(type, self.modules)) != self.kinds or list(map(len, self.all)) != self.sizes:
             return False

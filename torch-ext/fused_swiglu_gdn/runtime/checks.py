@@ -152,7 +152,10 @@ def is_cu_seqlens(name: str, cu_seqlens: object, first: str, y: torch.Tensor) ->
     values."""
     is_tensor(name, cu_seqlens)
     if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1:
-        raise ValueError(f"{name} must have shape [N + 1], got {list(cu_seqlens.shape)}")
+        raise ValueError(
+            f"{name} must be the cumulative lengths of N sequences, a tensor of shape [N + 1] that "
+            f"starts with 0, got one of shape {list(cu_seqlens.shape)}"
+        )
     has_dtype(name, cu_seqlens, INDICES)
     same_device(name, cu_seqlens, first, y)
 
