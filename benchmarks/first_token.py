@@ -92,7 +92,7 @@ def rows(package, options):
     name, batch = options.case.split(":")
     model = model_of(name)
     if options.one_by_one:
-        sys.modules[f"{package.__name__}.models.graphs"].expect_prompt = lambda *_: None
+        sys.modules[f"{package.__name__}.decoding.graphs"].expect_prompt = lambda *_: None
     watch = Watch()
     wait_for(options.wait_for)
     way = "one after another" if options.one_by_one else "by several threads"

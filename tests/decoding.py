@@ -55,11 +55,11 @@ def device(request):
 @pytest.fixture
 def graph(device, monkeypatch):
     """The class of graphs, with .captures, .replays and .alive."""
-    real = submodule("models.capture").Graph if device == "cuda" else EmulatedGraph
+    real = submodule("decoding.capture").Graph if device == "cuda" else EmulatedGraph
     facts = {"captures": 0, "replays": 0, "alive": weakref.WeakSet()}
     counted = type("Graph", (Counted, real), facts)
     for module in ("graphs", "graph_rules", "late", "static_cache"):
-        monkeypatch.setattr(submodule(f"models.{module}"), "Graph", counted)
+        monkeypatch.setattr(submodule(f"decoding.{module}"), "Graph", counted)
     return counted
 
 

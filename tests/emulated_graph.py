@@ -25,6 +25,7 @@ class Recording(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.calls, self.before, self.made = [], {}, set()
+        self.random = torch.get_rng_state()  # a capture draws no numbers
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -47,13 +48,14 @@ class Recording(TorchDispatchMode):
 
     def __exit__(self, *error):
         super().__exit__(*error)
+        torch.set_rng_state(self.random)
         for storage, values in self.before.values():
             storage.copy_(values)
         self.before.clear()
 
 
 class EmulatedGraph:
-    """Stands for models/capture.py:Graph."""
+    """Stands for decoding/capture.py:Graph."""
 
     def __init__(self, device):
         self.recording = None
@@ -99,7 +101,7 @@ class EmulatedGraph:
 
 
 class EmulatedDelivery:
-    """Stands for models/capture.py:Delivery: what was sent is there once it was waited for."""
+    """Stands for decoding/capture.py:Delivery: what was sent is there once it was waited for."""
 
     def __init__(self, device, like):
         self.values = [torch.full_like(x, -1) for x in like]

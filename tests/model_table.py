@@ -78,7 +78,7 @@ def graphs(kind: str, model, arguments) -> Optional[str]:
     counted = type("Counted", (EmulatedGraph,), {"replays": 0, "replay": _counting})
     with pytest.MonkeyPatch.context() as patch:
         for name in ("graphs", "graph_rules", "late", "static_cache"):
-            patch.setattr(submodule(f"models.{name}"), "Graph", counted)
+            patch.setattr(submodule(f"decoding.{name}"), "Graph", counted)
         # modules run transformers' code: the reference reads values on the host, kernels do not
         row = load_package().kernelize(model, only=["norm"], cuda_graphs=True).rows[-1]
         if row.reason is not None:

@@ -126,7 +126,7 @@ def survey(kinds: List[str]) -> dict:
                 found[kind] = look_at(kind)._asdict()
             except Exception as error:
                 found[kind] = Result({}, {}, f"{type(error).__name__}: {error}"[:300])._asdict()
-    waits = submodule("models.late").why_not_late(transformers.LlamaForCausalLM)
+    waits = submodule("decoding.late").why_not_late(transformers.LlamaForCausalLM)
     return {"transformers": transformers.__version__, "types": found, "waits": waits}
 
 

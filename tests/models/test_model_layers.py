@@ -107,7 +107,7 @@ def test_rotary_embedding_of_a_width_that_the_forward_reads(kernel):
     assert kinds_of(kernel.kernelize(served)) >= {"Attention"}
     with serving() as record:
         out = logits(served, tokens(2, 9))
-    assert record["qk_norm_rope_fwd"] == 2
+    assert len(record["qk_norm_rope_fwd"]) == 2
     assert_same(out, logits(model, tokens(2, 9)))
     own, mine = (m.model.layers[0].self_attn for m in (model, served))
     x, tables = torch.randn(1, 3, 32), torch.randn(2, 1, 3, 16)

@@ -13,9 +13,9 @@ from sources import read_config
 # `_ops` is generated. A new operation becomes a room between `runtime` and `layers`.
 ROOMS = [
     "_ops", "runtime", "parallel", "loss", "norm", "swiglu", "projection", "fp8", "experts",
-    "attention", "gdn", "gdn_layer", "kda", "layers", "models", "__init__",
+    "attention", "gdn", "gdn_layer", "kda", "layers", "decoding", "models", "__init__",
 ]  # fmt: skip
-OPERATIONS = ROOMS[3:-3]
+OPERATIONS = ROOMS[3:-4]
 # Inside an operation: api (and module, fused, project) -> ops -> reference, checks; the kernels of
 # a chip are reached through runtime/dispatch.py alone. `chunks` and `call` hold what all agree on.
 KINDS = {"chunks": 0, "call": 0, "reference": 1, "checks": 1, "portable": 1, "hopper": 2, "ops": 3}

@@ -11,7 +11,7 @@ the module, so it is checked at every call: torch_unpatched().
 
 import functools
 from types import BuiltinFunctionType, FunctionType
-from typing import List, Optional
+from typing import List, Optional, Tuple
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -191,3 +191,18 @@ def torch_unpatched(compiling: Optional[bool] = None) -> bool:
     return not torch._C._len_torch_function_stack() or all(
         [type(mode) is DeviceContext for mode in _get_current_function_mode_stack()]
     )
+
+
+def named_modules(model: nn.Module) -> List[Tuple[str, nn.Module]]:
+    """All (name, module) of a model in nn.Module's order, without its generator for each level."""
+    found, known, left = [], set(), [("", model)]
+    while left:
+        name, module = left.pop()
+        if id(module) not in known:
+            known.add(id(module))
+            found.append((name, module))
+            inner = list(module._modules.items()) if module._modules else ()
+            for part, each in reversed(inner):
+                if each is not None:
+                    left.append((f"{name}.{part}" if name else part, each))
+    return found

@@ -8,18 +8,18 @@ from typing import List, Optional, Sequence, Tuple
 import torch
 from torch import nn
 
-from ..layers.plain import PLAIN_TENSORS, told
+from ..decoding.graph_rules import why_not_model
+from ..decoding.graphs import Served, restore_graphs, serve_graphs
+from ..layers.plain import PLAIN_TENSORS, named_modules, told
 from ..layers.replay import PAYS_FROM
 from ..parallel.checks import is_group
 from ..runtime.checks import are_flags, are_words, is_int, is_model
 from .context_attention import restore_attention, serve_attention
 from .experts import restore_experts, serve_experts
-from .graph_rules import why_not_model
-from .graphs import restore_graphs, serve_graphs
 from .loss import serve_cross_entropy, serve_loss
 from .recognise import KINDS, OF_MODULES, is_nothing, recognise, replace
 from .report import WAITS, Report, Row
-from .serving import as_gathered, may_move, named_modules, unserve, why_not_on
+from .serving import as_gathered, may_move, unserve, why_not_on
 from .stand_ins import quiet
 
 # what is learnt of a class is kept for all threads, and Python's own parser is for one at a time
@@ -113,9 +113,13 @@ def kernelize(
     elif "loss" in kinds:
         of_loss = serve_cross_entropy(model, _place_of(model))
     rows += [] if of_loss is None else [of_loss]
-    rows += [serve_graphs(model)] if cuda_graphs else []
+    rows += [_of_decoding(serve_graphs(model))] if cuda_graphs else []
     rows += [_replays(model, rows, replay)] if replay else []
     return Report([row for row in rows if row is not None], _place_of(model)).warn_once()
+
+
+def _of_decoding(found: Served) -> Row:
+    return Row(found.module, found.kind, "decode", found.note, found.reason)
 
 
 def _exchanges_states(model: nn.Module, rows: List[Row]) -> None:

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..layers.plain import named_modules
 from ..parallel import checks
 from ..parallel.context import CpContext
 from .report import Row
-from .serving import named_modules
 
 NAME = "fused_swiglu_gdn_cp"
 BEFORE = "_attn_implementation_before"  # attribute of a model whose attention gathers

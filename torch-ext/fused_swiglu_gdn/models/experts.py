@@ -19,7 +19,7 @@ from ..experts.api import fused_experts
 from ..experts.call import ALPHA
 from ..layers.activations import activation_of
 from ..layers.own_code import Pinned, names_in, torchs_own
-from ..layers.plain import told, why_not_tensor
+from ..layers.plain import named_modules, told, why_not_tensor
 from ..runtime.dtypes import HALF
 from .code import BY_NAME, Refused
 from .experts_trial import FLAGS, Form, computes
@@ -33,7 +33,7 @@ from .fp8_experts import (
 from .mlp import NAMED
 from .reader import Source, read_method
 from .report import Row
-from .serving import BEFORE, is_of_transformers, named_modules, say_once, why_not_on
+from .serving import BEFORE, is_of_transformers, say_once, why_not_on
 from .stand_ins import quiet
 from .trial import while_unchanged
 

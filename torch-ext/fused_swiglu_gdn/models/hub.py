@@ -8,9 +8,10 @@ from typing import Dict, List, Optional, Sequence, Union
 from torch import nn
 
 from .. import layers
+from ..layers.plain import named_modules
 from ..runtime.checks import are_words, is_int, is_model
 from .recognise import Finding, recognise
-from .serving import named_modules, own_class
+from .serving import own_class
 
 # the names that models are decorated with, or ask functions by, and our layer for each
 NAMES = {

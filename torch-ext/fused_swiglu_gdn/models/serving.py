@@ -18,18 +18,18 @@ import logging
 import sys
 import warnings
 from types import MethodType
-from typing import Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Callable, Dict, Iterator, Optional, Tuple
 
 import torch
 from torch import nn
 
 from .. import layers
+from ..decoding.watch import HOOK, PACKAGE
 from ..layers.own_code import CHECKPOINTS, peeled
+from ..layers.plain import named_modules
 from ..layers.tensor_parallel import around, own_of_shards
 from ..runtime import device, dispatch
 
-PACKAGE = __name__.rsplit(".", 2)[0]
-HOOK = f"{PACKAGE}.models.rehearsal"  # the key of its hook, which is in no pickle
 SPECIAL = ("__copy__", "__deepcopy__", "__getstate__", "__reduce__", "__reduce_ex__")
 BEFORE = "_experts_implementation_before"  # attribute of a module of experts that is served
 SHARDED = "_forward_of_shards_before"  # and of one whose forward transformers has put around ours
@@ -128,21 +128,6 @@ def _set_inner(module: nn.Module, inner: type) -> None:
             _wrapped[around, inner] = type(outer)(outer.__name__, (around, inner), members)
         inner = _wrapped[around, inner]
     object.__setattr__(module, "__class__", inner)  # nn.Module looks for parameters first
-
-
-def named_modules(model: nn.Module) -> List[Tuple[str, nn.Module]]:
-    """All (name, module) of a model in nn.Module's order, without its generator for each level."""
-    found, known, left = [], set(), [("", model)]
-    while left:
-        name, module = left.pop()
-        if id(module) not in known:
-            known.add(id(module))
-            found.append((name, module))
-            inner = list(module._modules.items()) if module._modules else ()
-            for part, each in reversed(inner):
-                if each is not None:
-                    left.append((f"{name}.{part}" if name else part, each))
-    return found
 
 
 def own_class(module: nn.Module) -> type:

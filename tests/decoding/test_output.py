@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import submodule
 
-output = submodule("models.output")
+output = submodule("decoding.output")
 
 
 class Cache:

@@ -15,7 +15,7 @@ from transformers import masking_utils  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 device, graph = decoding.device, decoding.graph  # fixtures
-ahead, graphs = submodule("models.ahead"), submodule("models.graphs")
+ahead, graphs = submodule("decoding.ahead"), submodule("decoding.graphs")
 HOOKS = (ahead.Update.name, ahead.Masks.name)
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..runtime import device
 from .capture import Graph, capturing
-from .serving import HOOK, is_served
+from .watch import HOOK
 
 STATIC = ("transformers.cache_utils", "StaticCache")
 
@@ -29,7 +29,7 @@ def expect_prompt(model: nn.Module, met: Set[tuple]) -> None:
 
     The prompt's shape must be new; it is added to `met`.
     """
-    layers = [m for m in model.modules() if is_served(m) and m.served_as == "DecoderLayer"]
+    layers = [m for m in model.modules() if getattr(m, "served_as", None) == "DecoderLayer"]
     if not any(map(_is_dense, layers)):
         return
 
@@ -158,4 +158,4 @@ def _is_dense(layer: nn.Module) -> bool:
 
 
 def _is_mlp(part: nn.Module) -> bool:
-    return is_served(part) and part.served_as == "SwiGLUMLP"
+    return getattr(part, "served_as", None) == "SwiGLUMLP"

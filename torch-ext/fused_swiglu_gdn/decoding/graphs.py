@@ -9,15 +9,17 @@ graph belongs to one cache and is freed with it.
 import inspect
 import logging
 import weakref
-from typing import Any, Callable, List, Optional, Tuple
+from typing import Any, Callable, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch import nn
 
+from ..layers.plain import named_modules
 from ..layers.replay import rings_begin
 from ..runtime.checks import is_int, is_model
 from .ahead import MASK, Ahead, ahead_of, restore_ahead, serve_ahead
 from .capture import Graph
+from .choosing import Choice, Chooser, Token
 from .graph_rules import (
     CACHE_NAMES,
     PASSING,
@@ -30,8 +32,6 @@ from .graph_rules import (
 from .late import Generate, InPlace, take_back, why_not_late
 from .output import Output
 from .rehearsal import expect_none, expect_prompt
-from .report import Row
-from .serving import named_modules
 from .watch import CacheWatch, ModelWatch
 
 SEAM = "get_compiled_call"
@@ -41,16 +41,25 @@ WASTED = 3  # captures of one cache that may be in vain
 logger = logging.getLogger(__name__)
 
 
-def serve_graphs(model: nn.Module) -> Row:
+class Served(NamedTuple):
+    """What a report says about decoding."""
+
+    module: str  # the path of the module that generates
+    kind: str  # its class
+    note: Optional[str]
+    reason: Optional[str]  # why it has no graphs
+
+
+def serve_graphs(model: nn.Module) -> Served:
     """Makes transformers' generate decode with CUDA graphs if it has a static cache."""
     restore_graphs(model)
     found = _generating(model)
     if found is None:
-        return Row("", type(model).__name__, "decode", None, "no CUDA graph: it cannot generate")
+        return Served("", type(model).__name__, None, "no CUDA graph: it cannot generate")
     name, inner = found
     kind, reason = type(inner), why_not_model(inner)
     if reason is not None:
-        return Row(name, kind.__name__, "decode", None, f"no CUDA graph: {reason}")
+        return Served(name, kind.__name__, None, f"no CUDA graph: {reason}")
     setattr(inner, SEAM, Decoding(inner))
     waits = why_not_late(kind)
     if Generate.name in inner.__dict__:
@@ -59,7 +68,7 @@ def serve_graphs(model: nn.Module) -> Row:
         setattr(inner, Generate.name, Generate(inner))
         serve_ahead(inner)
     note = "CUDA graph" if waits is None else f"CUDA graph, and a wait in each token: {waits}"
-    return Row(name, kind.__name__, "decode", note, None)
+    return Served(name, kind.__name__, note, None)
 
 
 def restore_graphs(model: nn.Module) -> int:
@@ -100,26 +109,28 @@ class Step:
         self.ahead: Optional[Ahead] = None  # those of `static` that the graph advances
         self.mask: Any = None  # the mask or dict of masks among them
         self.watches: Tuple[Any, Any] = (None, None)
+        self.chooser: Optional[Chooser] = None  # of the token, in the graph
         self.replays = self.wasted = 0
 
-    def __call__(self, model: nn.Module, cache: Any, inputs: dict):
-        """Runs the model on this cache and these inputs."""
+    def __call__(self, model: nn.Module, cache: Any, inputs: dict, choice: Optional[Choice] = None):
+        """Runs the model on this cache and these inputs. choice: that of the token, which takes the
+        place of the logits if the call is a replay."""
         if self.graph is not None:
-            tensors, key = _kind(inputs, self.static[0].device)
+            tensors, key = _kind(inputs, self.static[0].device, choice)
             if key == self.key and self._holds(cache):  # so what else is asked below is as it was
-                return self._replay(cache, tensors)
+                return self._replay(cache, tensors, choice)
         reason = self.reason or why_eager(model, cache, inputs)
         if reason is not None:
             return self._eager(model, cache, inputs, reason)
         device = inputs["input_ids"].device
-        tensors, key = _kind(inputs, device)
+        tensors, key = _kind(inputs, device, choice)
         if self.graph is not None:
             self._drop()
         reason = self.reason or why_not_model(model) or why_not_yet(cache)
         if reason is not None:
             return self._eager(model, cache, inputs, reason)
         if key == self.key:
-            return self._capture(model, cache, inputs, Graph(device))
+            return self._capture(model, cache, inputs, Graph(device), choice)
         self.key, self.before = key, tensors
         with rings_begin():
             return Graph(device).run(lambda: self._call(model, cache, inputs))
@@ -147,7 +158,9 @@ class Step:
         """True if these are the positions that the graph has advanced, and so are its masks."""
         return positions is self.ahead.positions and not self.watches[0].is_full()
 
-    def _replay(self, cache: Any, tensors: list):
+    def _replay(self, cache: Any, tensors: list, choice: Optional[Choice]):
+        if choice is not None:
+            self.chooser.follow(choice)
         for mine, (_, new) in zip(self.static, tensors):
             if mine is not new:
                 mine.copy_(new)
@@ -156,7 +169,7 @@ class Step:
         self.replays += 1
         return self.output.around(cache)
 
-    def _capture(self, model: nn.Module, cache: Any, inputs: dict, graph: Graph):
+    def _capture(self, model: nn.Module, cache: Any, inputs: dict, graph: Graph, choice):
         """Captures the call and replays it: a capture computes nothing, but Python's counters
         advance."""
         static = _map(inputs, torch.clone)
@@ -164,16 +177,21 @@ class Step:
         ahead = ahead_of(self.before, tensors, cache) if self.loops else None
         watch, before = CacheWatch(cache), ModelWatch(model)
         counts = watch.counts()
+        ids = static["input_ids"]
+        chooser = None if choice is None else Chooser(choice)
 
         def step():
             out = self._call(model, cache, static)
+            chosen = None if chooser is None else Token(chooser.choose(out.logits, ids))
             if ahead is not None:
                 ahead.advance()
-            return out
+            return out, chosen
 
         try:
-            out = graph.capture(step)
+            out, chosen = graph.capture(step)
             self.output = Output(out, cache)
+            if chosen is not None:
+                self.output.replace_logits(chosen)
             if not watch.holds(cache):
                 raise RuntimeError("it puts new tensors into its cache")
             if before.counts_on():
@@ -188,24 +206,26 @@ class Step:
             return self._eager(model, cache, inputs, self.reason)
         self.graph, self.static = graph, [x for _, x in tensors]
         self.ahead, self.mask, self.before = ahead, static.get(MASK), []
-        self.watches = watch, ModelWatch(model)
-        return self._replay(cache, _parts(inputs)[0])
+        self.watches, self.chooser = (watch, ModelWatch(model)), chooser
+        return self._replay(cache, _parts(inputs)[0], choice)
 
     def _drop(self) -> None:
         self.wasted += self.replays < PAYS
-        self.key = self.graph = self.output = self.ahead = self.mask = None
+        self.key = self.graph = self.output = self.ahead = self.mask = self.chooser = None
         self.static, self.watches = [], (None, None)
         self.replays = 0
         if self.wasted >= WASTED:
             self.reason = "what a graph has baked in changed again and again"
 
 
-def _kind(inputs: dict, device: torch.device) -> Tuple[list, tuple]:
+def _kind(inputs: dict, device: torch.device, choice: Optional[Choice]) -> Tuple[list, tuple]:
     """The tensors among the inputs of a call on a device, and the key of calls that share a
     graph."""
+    chosen = None if choice is None else choice.key
     tensors, plain = _parts(inputs)
     facts = tuple([(name, x.shape, x.dtype, x.device) for name, x in tensors])
-    return tensors, (facts, plain, Graph.place(device), torch.is_inference_mode_enabled())
+    modes = Graph.place(device), torch.is_inference_mode_enabled()
+    return tensors, (facts, plain, chosen, *modes)
 
 
 def _parts(inputs: dict) -> Tuple[list, tuple]:
@@ -247,6 +267,7 @@ class Decoding(InPlace):
     def __init__(self, model: nn.Module):
         super().__init__(model)
         self.steps: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by cache
+        self.choices: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by cache
         self.rehearsed: set = set()  # shapes of prompts whose kernels have been compiled
 
     def __call__(self, compile_config=None) -> Callable:
@@ -267,7 +288,7 @@ class Decoding(InPlace):
         step = self.steps.get(cache)
         if step is None:
             step = self.steps[cache] = Step(cache, name, loops=True)
-        return step(self.model, cache, inputs)
+        return step(self.model, cache, inputs, self.choices.get(cache))
 
 
 class GraphedStep:

@@ -15,9 +15,11 @@ from typing import Any, Iterable, List, Optional, Sequence, Set
 import torch
 from torch import nn
 
+from ..layers.plain import named_modules
 from ..layers.replay import HeldStates
-from .serving import HOOK, PACKAGE, named_modules
 
+PACKAGE = __name__.rsplit(".", 2)[0]
+HOOK = f"{PACKAGE}.decoding.rehearsal"  # the key of its hook, which is in no pickle
 PLAIN = (bool, int, float, str)
 COUNT = "cumulative_length_int"  # of a sliding layer: the tokens in it, which Python counts
 # transformers' tables of functions by name, by what they are called in the files of models

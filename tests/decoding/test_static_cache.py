@@ -15,7 +15,7 @@ NEW = 20
 
 def served(name, device, **changes):
     model = tiny(name, device, initializer_range=0.4, **changes)
-    assert submodule("models.graphs").serve_graphs(model).reason is None
+    assert submodule("decoding.graphs").serve_graphs(model).reason is None
     return model
 
 
@@ -105,7 +105,7 @@ def test_other_calls_have_the_cache_that_they_had(kernel, graph, device, monkeyp
 @on_every_device
 def test_what_does_not_pay_or_fit(kernel, graph, device, monkeypatch, limit, value):
     """A long prompt for few tokens, and a cache that takes much of the device's memory."""
-    monkeypatch.setattr(submodule("models.static_cache"), limit, value)
+    monkeypatch.setattr(submodule("decoding.static_cache"), limit, value)
     model = served("llama", device)
     ids, _ = padded(2, 9, device)
     found = plain(model, ids)
@@ -139,7 +139,7 @@ def test_ids_of_other_ranks_are_left_alone(kernel):
     model = tiny("llama", "cpu")
     given = dynamic(model)
     config = transformers.GenerationConfig(max_length=64)
-    found = submodule("models.static_cache").with_static_cache(
+    found = submodule("decoding.static_cache").with_static_cache(
         model, torch.zeros(1, 4, 2, dtype=torch.long), config, given
     )
     assert found is given
@@ -172,7 +172,7 @@ def test_a_prompt_that_is_longer_than_its_ids(kernel, graph, device):
     """The cache that transformers makes grows; a static one would lack slots for the last ones."""
     ids, _ = padded(1, 9, device)
     model = soft(tiny("llama", device, initializer_range=0.4), 5, device)
-    assert submodule("models.graphs").serve_graphs(model).reason is None
+    assert submodule("decoding.graphs").serve_graphs(model).reason is None
     found = plain(model, ids)
     assert graph.captures == 0
     assert torch.equal(found, own(model, ids, cache_implementation="dynamic"))
@@ -187,7 +187,7 @@ def test_trained_prompts(kernel, graph, device, kind):
     ids, mask = padded(2, 9, device)
     model = tiny("llama", device, initializer_range=0.4)
     tuned = peft.get_peft_model(
-        model, getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM", num_virtual_tokens=4)
+        model, getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4)
     ).to(device).eval()  # fmt: skip
     before = plain(tuned, ids, input_ids=ids, attention_mask=mask)
     kernel.kernelize(model, cuda_graphs=True)
@@ -200,10 +200,10 @@ def test_the_bytes_of_a_cache(name):
     """Those that it allocates; latent attention needs room for one layer's keys and values, too."""
     model, slots, B = tiny(name, "cpu"), 64, 3
     cache = transformers.StaticCache(config=model.config, max_cache_len=slots)
-    counted = submodule("models.static_cache")._bytes(model, cache, B * slots)
+    counted = submodule("decoding.static_cache")._bytes(model, cache, B * slots)
     with torch.no_grad():
         ids, _ = padded(B, 9, "cpu")
-        model(ids, **{submodule("models.graphs")._cache_name(model): cache})
+        model(ids, **{submodule("decoding.graphs")._cache_name(model): cache})
     layers = [layer for layer in cache.layers if hasattr(layer, "keys")]
     held = [x for layer in layers for x in (layer.keys, layer.values)]
     bytes_ = sum(x.numel() * x.itemsize for x in held)

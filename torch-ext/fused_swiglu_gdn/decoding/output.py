@@ -20,6 +20,12 @@ class Output:
         self.items = _put(CACHE, cache, dict(out.items()))
         self.attributes = _put(CACHE, cache, getattr(out, "__dict__", {}))
 
+    def replace_logits(self, value: Any) -> None:
+        """Puts another value in the place of the logits."""
+        self.items["logits"] = value
+        if "logits" in self.attributes:
+            self.attributes["logits"] = value
+
     def around(self, cache: Any) -> dict:
         out = self.kind.__new__(self.kind)
         if self.attributes:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from .capture import Graph
+from .choosing import GLOBALS, Choice, choice_of, hands_on
 from .graph_rules import why_not_cache
 from .static_cache import TooLong, check_length, with_static_cache
 
@@ -204,17 +205,23 @@ def decode(
         slots = getattr(generation_config, "max_length", None) or 0
         if criteria.max_length <= slots:  # so that a token too many has one
             late = Late(model, criteria, generation_config.do_sample)
+            if hands_on(loop):
+                late.choice = choice_of(logits_processor, generation_config, input_ids.device)
             loop = _with(loop, late)
             given["stopping_criteria"] = criteria
+            given["logits_processor"] = late.choice or logits_processor
             if "tokenizer" in given and not _takes_tokenizer(model):
                 del given["tokenizer"]  # the criteria have it; a graph takes no such input
             found = with_static_cache(model, input_ids, generation_config, given)
-            if found is not given:
-                late.tokens = input_ids.shape[1]
+            try:
+                late.tokens = None if found is given else input_ids.shape[1]
                 try:
                     return loop(model, input_ids, **found)
                 except TooLong:  # no token was drawn or streamed yet
                     late.tokens = None
+                    return loop(model, input_ids, **given)
+            finally:
+                late.leave()
     return loop(model, input_ids, **given)
 
 
@@ -230,7 +237,7 @@ def _are_of(file: str, objects: list, names: set) -> bool:
 
 def _with(loop: FunctionType, late: "Late") -> FunctionType:
     """The function with another stop check; nothing in transformers is modified."""
-    names = {**loop.__globals__, CHECK: late}
+    names = {**loop.__globals__, **(GLOBALS if late.choice else {}), CHECK: late}
     found = FunctionType(loop.__code__, names, loop.__name__, loop.__defaults__, loop.__closure__)
     found.__kwdefaults__ = loop.__kwdefaults__
     return found
@@ -280,6 +287,8 @@ class Late:
         self.decoding = model.__dict__.get("get_compiled_call")
         self.known = not criteria.others
         self.draws = bool(draws)
+        self.choice: Optional[Choice] = None  # that graphs make
+        self.cache: Any = None  # for which they make it
         self.tokens: Optional[int] = None  # of the prompt, into a cache that nobody asked for
 
     def is_supported(
@@ -299,6 +308,8 @@ class Late:
         self, input_ids, max_length: int, cache: Any, cache_is_returned: bool, streamer=None
     ) -> "StopCheck":
         steps = self.decoding.steps
+        if self.choice is not None:
+            self.decoding.choices[cache], self.cache = self.choice, cache
         kept = cache_is_returned and streamer is not None  # whose errors end a call
 
         def is_replayed() -> bool:
@@ -310,6 +321,11 @@ class Late:
         slots = [Graph.delivery(input_ids.device, reads) for _ in range(2)]
         draws = Draws(Graph.generator(input_ids.device)) if self.draws else None
         return StopCheck(max_length, is_replayed, slots, draws, streamer, self.known)
+
+    def leave(self) -> None:
+        """Ends the call: a later one on the cache may have another loop, which knows no Token."""
+        if self.cache is not None:
+            self.decoding.choices.pop(self.cache, None)
 
 
 class Draws:

@@ -66,7 +66,7 @@ def tokenizer():
 def lively(name, device):
     """A model whose tokens differ, and that decodes by graphs."""
     model = tiny(name, device, initializer_range=0.4)
-    assert submodule("models.graphs").serve_graphs(model).reason is None
+    assert submodule("decoding.graphs").serve_graphs(model).reason is None
     return model
 
 
@@ -320,7 +320,7 @@ REFUSED = {  # functions of the user's, models that are asked, and states that a
 
 def test_every_processor_and_criterion_is_known():
     """By name: a new one of transformers' is to be looked at."""
-    late = submodule("models.late")
+    late = submodule("decoding.late")
     found = classes_of(logits_process, transformers.LogitsProcessor)
     assert late.PROCESSORS <= found and not late.PROCESSORS & REFUSED
     assert found - late.PROCESSORS <= REFUSED
@@ -396,20 +396,20 @@ def test_releases_that_are_not_known(graph, device, change, monkeypatch):
         own_generate = lambda self, *args, **options: self._generate(*args, **options)  # noqa: E731
         monkeypatch.setattr(kind, "_generate", kind.generate, raising=False)
         monkeypatch.setattr(kind, "generate", own_generate)
-    why = submodule("models.late").why_not_late(kind)
+    why = submodule("decoding.late").why_not_late(kind)
     own_reason = "generate is not transformers' own"
     assert why == (own_reason if change == "another generate" else "its loop is of no known form")
     if change != "other modes":
         found = generate(model, ids, **words)
         assert torch.equal(found, theirs(model, ids, **words))
         assert graph.replays == found.shape[1] - 9 - 2
-    row = submodule("models.graphs").serve_graphs(model)
+    row = submodule("decoding.graphs").serve_graphs(model)
     assert row.note == f"CUDA graph, and a wait in each token: {why}"
     assert "generate" not in model.__dict__ and "get_compiled_call" in model.__dict__
 
 
 def test_this_release_is_known():
-    assert submodule("models.late").why_not_late(transformers.LlamaForCausalLM) is None
+    assert submodule("decoding.late").why_not_late(transformers.LlamaForCausalLM) is None
 
 
 @pytest.mark.parametrize("positions", [None, 5])
@@ -422,7 +422,7 @@ def test_criteria_are_those_of_transformers(positions, monkeypatch):
     torch.manual_seed(0)
     for others in (eos, eos[:1], eos[1:], []):
         theirs = stopping.StoppingCriteriaList([*others, length])
-        mine = submodule("models.late").Criteria(theirs)
+        mine = submodule("decoding.late").Criteria(theirs)
         assert list(mine) == list(theirs) and mine.max_length == theirs.max_length == 7
         seen = set()
         for size in (1, 4, 5, 6, 7, 8) * 3:
@@ -531,16 +531,16 @@ HELD = (
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
 def test_a_pickle_has_the_models_own_generate(graph, device):
     model = Generates()
-    assert submodule("models.graphs").serve_graphs(model).reason is None
+    assert submodule("decoding.graphs").serve_graphs(model).reason is None
     assert "generate" in model.__dict__
     again = pickle.loads(pickle.dumps(model))
     assert again.generate == Generates.generate.__get__(again)
     assert again.get_compiled_call == Generates.get_compiled_call.__get__(again)
-    assert submodule("models.graphs").serve_graphs(again).note == "CUDA graph"
+    assert submodule("decoding.graphs").serve_graphs(again).note == "CUDA graph"
     third = pickle.loads(pickle.dumps(again))
-    assert submodule("models.graphs").restore_graphs(third) == 0  # it has no replacement
+    assert submodule("decoding.graphs").restore_graphs(third) == 0  # it has no replacement
     assert not third.__dict__.keys() & {"generate", *HELD}
-    submodule("models.graphs").restore_graphs(again)
+    submodule("decoding.graphs").restore_graphs(again)
     assert again.__dict__.keys() == Generates().__dict__.keys()
 
 
@@ -550,7 +550,7 @@ def test_adapters_of_peft_read_late(graph, device):
     model = tiny("llama", device, initializer_range=0.4)
     config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
     model = peft.get_peft_model(model, config).eval()
-    assert submodule("models.graphs").serve_graphs(model).reason is None
+    assert submodule("decoding.graphs").serve_graphs(model).reason is None
     ids, mask = padded(1, 9, device)
     inner = model.base_model.model
     words = {"attention_mask": mask, "pad_token_id": 0, "eos_token_id": ends(inner, ids, mask)}
@@ -581,7 +581,7 @@ def test_pipelines_read_late(graph, device):
 
 
 def test_what_another_thread_draws_is_not_given_back():
-    draws = submodule("models.late").Draws
+    draws = submodule("decoding.late").Draws
     for between in (False, True):
         torch.manual_seed(0)
         generator = EmulatedGenerator()

@@ -67,7 +67,7 @@ def test_a_model_without_kernels(graph, name, device):
     model = tiny(name, device)
     ids, mask = padded(2, 9, device)
     expected = generate(model, ids, graphed=False, attention_mask=mask)
-    assert submodule("models.graphs").serve_graphs(model).reason is None
+    assert submodule("decoding.graphs").serve_graphs(model).reason is None
     assert torch.equal(generate(model, ids, attention_mask=mask), expected)
     assert graph.replays == NEW - 2
 
@@ -570,7 +570,7 @@ def test_caches_that_are_left_alone(kernel, graph, device, make, reason):
 
 
 def test_an_offloaded_cache(kernel):
-    rules = submodule("models.graph_rules")
+    rules = submodule("decoding.graph_rules")
     config = tiny("llama", "cpu").config
     cache = transformers.StaticCache(config=config, max_cache_len=8)
     assert rules.why_not_cache(cache) is None
@@ -712,7 +712,7 @@ def test_wrong_arguments(kernel):
 
 def test_what_is_called_of_torch_is_there():
     """Nothing of it runs on a CPU."""
-    text = Path(submodule("models.capture").__file__).read_text()
+    text = Path(submodule("decoding.capture").__file__).read_text()
     names = set(re.findall(r"torch\.cuda\.(\w+)", text))
     assert {"CUDAGraph", "is_current_stream_capturing"} <= names
     assert not [name for name in names if not hasattr(torch.cuda, name)]

@@ -8,10 +8,9 @@ from typing import Any, Callable, List, Optional
 import torch
 from torch import nn
 
-from ..layers.plain import PLAIN_TENSORS, told, torch_unpatched
+from ..layers.plain import PLAIN_TENSORS, named_modules, told, torch_unpatched
 from . import rehearsal
 from .capture import Graph
-from .serving import named_modules
 from .watch import COUNT, PLAIN
 
 IDLE = ("transformers.utils.output_capturing", rehearsal.__name__)  # modules of hooks

@@ -25,7 +25,7 @@ def hopper(kernel, monkeypatch):
     ahead, launch = submodule("runtime.ahead"), submodule("runtime.launch")
     device = submodule("runtime.device")
     for name in ("graphs", "graph_rules", "rehearsal"):
-        monkeypatch.setattr(submodule(f"models.{name}"), "Graph", Eager)
+        monkeypatch.setattr(submodule(f"decoding.{name}"), "Graph", Eager)
     kernel.ahead, kernel.launched = [], []
 
     def compile_one(one, places):
@@ -145,7 +145,7 @@ def test_a_cache_without_room_for_a_token(hopper, caplog, skip):
 def test_mixtures_are_left_out(kernel):
     model = bf16("qwen3_5_moe_text")
     kernel.kernelize(model)
-    submodule("models.rehearsal").expect_prompt(model, set())
+    submodule("decoding.rehearsal").expect_prompt(model, set())
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import submodule
 
-watch = submodule("models.watch")
+watch = submodule("decoding.watch")
 
 
 class Holds:

@@ -1,0 +1,1 @@
+"""Decoding with CUDA graphs: in transformers' generate and by hand."""

@@ -1,0 +1,211 @@
+"""The choice of a token inside a graph: transformers' processors and its draw, behind a step.
+
+`torch.multinomial(p, 1)` is the argmax of p / q, where q are exponential numbers that torch draws.
+A graph that captures these operations gives transformers' own tokens for a seed and advances the
+random generator as an eager call does. Processors that look at the scores alone are captured as
+they are; those that look at the tokens so far have a form here that reads what the graph itself
+keeps: the number of tokens, and which ones were met.
+
+transformers' loop gets a `Token` in the place of logits. It runs with functions of its own names
+(`argmax`, `multinomial`, `softmax`) that hand a Token on and are torch's for any other value.
+"""
+
+import functools
+from typing import Any, Optional
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+# processors of the scores alone, whose operations wait for nothing
+FREE = {
+    "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper",
+    "TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper", "LogitNormalization",
+    "InfNanRemoveLogitsProcessor", "SuppressTokensLogitsProcessor",
+}  # fmt: skip
+PENALTY = "RepetitionPenaltyLogitsProcessor"
+LEAST = ("MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor")
+# what the loop calls with scores and what they give
+NAMES = {"argmax", "multinomial", "softmax", "functional", "squeeze"}
+
+
+class Token:
+    """Stands for the logits, scores and probabilities of tokens [B] that a graph has chosen."""
+
+    def __init__(self, tokens: torch.Tensor):
+        self.tokens = tokens
+
+    def __getitem__(self, place) -> "Token":
+        return self
+
+    def to(self, *args, **options) -> "Token":
+        return self
+
+    def squeeze(self, dim: int) -> torch.Tensor:
+        return self.tokens
+
+
+class Passing:
+    """A module with some functions in the place of its own."""
+
+    def __init__(self, own: Any, **functions):
+        self.__dict__.update(functions, own=own)
+
+    def __getattr__(self, name: str):
+        return getattr(self.own, name)
+
+
+def _argmax(x, *args, **options):
+    return x.tokens if type(x) is Token else torch.argmax(x, *args, **options)
+
+
+def _multinomial(x, *args, **options):
+    return x if type(x) is Token else torch.multinomial(x, *args, **options)
+
+
+def _softmax(x, *args, **options):
+    return x if type(x) is Token else F.softmax(x, *args, **options)
+
+
+GLOBALS = {
+    "torch": Passing(torch, argmax=_argmax, multinomial=_multinomial),
+    "nn": Passing(nn, functional=Passing(F, softmax=_softmax)),
+}
+
+
+def hands_on(loop: Any) -> bool:
+    """True if the loop uses torch and nn by these names, as far as its code tells."""
+    return NAMES <= set(loop.__code__.co_names) and all(
+        loop.__globals__.get(name) is module.own for name, module in GLOBALS.items()
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def draws_alike(device: torch.device) -> bool:
+    """True if torch.multinomial draws on the device as a graph does: the same tokens of the same
+    numbers, and the same state of the generator after them."""
+    p = torch.rand(3, 1000, device=device, generator=torch.Generator(device).manual_seed(1))
+    p = p.softmax(-1)
+    one, two = (torch.Generator(device).manual_seed(2) for _ in range(2))
+    for _ in range(3):
+        q = torch.empty_like(p).exponential_(generator=two)
+        tokens = torch.multinomial(p, 1, generator=one)[:, 0]
+        if not torch.equal(tokens, (p / q).argmax(-1)):
+            return False
+    return torch.equal(one.get_state(), two.get_state())
+
+
+def choice_of(processors: list, config: Any, device: torch.device) -> Optional["Choice"]:
+    """The choice of a call of generate, if a graph can make it; else None.
+
+    processors: of transformers. Whoever asks for scores or logits sees them in transformers' loop.
+    """
+    told = getattr(config, "return_dict_in_generate", False)
+    if told and (config.output_scores or config.output_logits):
+        return None
+    names = [type(each).__name__ for each in processors]
+    if not set(names) <= {*FREE, PENALTY, *LEAST} or names.count(PENALTY) > 1:
+        return None
+    if config.do_sample and not draws_alike(device):
+        return None
+    return Choice(processors, bool(config.do_sample))
+
+
+class Choice:
+    """The processors of one call of generate, in the place of its list of them."""
+
+    def __init__(self, processors: list, draws: bool):
+        self.processors, self.draws = processors, draws
+        self.ids: Optional[torch.Tensor] = None  # those of the latest token that was chosen
+        self.vocabulary = 0
+        self.key = (draws, *map(_key, processors))
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **options) -> Any:
+        self.ids = input_ids
+        if type(scores) is Token:
+            return scores
+        self.vocabulary = scores.shape[-1]
+        return self.processors(input_ids, scores, **options)
+
+
+def _key(processor: Any) -> tuple:
+    """The class of a processor and the values of its attributes."""
+    values = [
+        (name, (*value.shape, *value.flatten().tolist()) if torch.is_tensor(value) else value)
+        for name, value in sorted(vars(processor).items())
+    ]
+    return type(processor).__name__, repr(values)
+
+
+class Chooser:
+    """What a graph chooses by: captured operations, and the tensors that they read and advance.
+
+    length []: of the ids, the token that the step reads included. seen [B, V + 1]: which tokens are
+    among those that a penalty concerns; the last column is for ids past the vocabulary.
+    """
+
+    def __init__(self, choice: Choice):
+        B, device = len(choice.ids), choice.ids.device
+        self.choice, self.steps = choice, [_step(each) for each in choice.processors]
+        self.tokens = -1  # in length and seen
+        self.length = torch.zeros((), dtype=torch.int64, device=device)
+        penalised = any(type(each).__name__ == PENALTY for each in choice.processors)
+        kind = {"dtype": torch.bool, "device": device}
+        self.seen = torch.zeros(B, choice.vocabulary + 1, **kind) if penalised else None
+
+    def follow(self, choice: Choice) -> None:
+        """Brings the tensors to where a call of generate is, for its next token."""
+        tokens = choice.ids.shape[1]
+        if choice is not self.choice or tokens != self.tokens:
+            self.choice = choice
+            self.length.fill_(tokens)
+            for each in choice.processors:
+                if type(each).__name__ == PENALTY and self.seen is not None:
+                    ones = self.seen.new_ones(self.seen[:, :-1].shape, dtype=torch.float32)
+                    self.seen[:, :-1] = each(choice.ids, ones) != 1
+        self.tokens = tokens + 1
+
+    def choose(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """The tokens [B] after logits [B, T, V] of a step that has read ids [B, 1]."""
+        self.length.add_(1)
+        scores = logits[:, -1].float()
+        if self.seen is not None:
+            self.seen.scatter_(1, ids.clamp(max=self.seen.shape[1] - 1), True)
+        for step in self.steps:
+            scores = step(scores, ids, self)
+        if not self.choice.draws:
+            return scores.argmax(-1)
+        p = scores.softmax(-1)
+        first = p[:, :1]  # NaN if any score is, as torch.multinomial asserts
+        torch._assert_async((first == first).all())
+        return (p / torch.empty_like(p).exponential_()).argmax(-1)
+
+
+def _step(processor: Any):
+    """A function (scores, ids, chooser) -> scores of a processor."""
+    name = type(processor).__name__
+    if name == PENALTY:
+        penalty = processor.penalty
+
+        def penalised(scores, _, chooser):
+            changed = torch.where(scores < 0, scores * penalty, scores / penalty)
+            return torch.where(chooser.seen[:, :-1], changed, scores)
+
+        return penalised
+    if name in LEAST:
+        ends, least = processor.eos_token_id, least_of(processor)
+
+        def prolonged(scores, _, chooser):
+            place = torch.arange(scores.shape[-1], device=scores.device)
+            ending = (place == ends.to(scores.device).reshape(-1, 1)).any(0)
+            return scores.masked_fill(ending & (chooser.length < least), float("-inf"))
+
+        return prolonged
+    return lambda scores, ids, _: processor(ids, scores)
+
+
+def least_of(processor: Any) -> int:
+    """The length of ids from which a token may end them."""
+    if type(processor).__name__ == LEAST[0]:
+        return processor.min_length
+    return processor.prompt_length_to_skip + processor.min_new_tokens
