@@ -24,10 +24,10 @@ def inputs(monkeypatch):
     """What each replay reads: clones of its positions and masks."""
     found, replay = [], graphs.Step._replay
 
-    def noted(step, cache, tensors):
+    def noted(step, cache, tensors, choice):
         kept = [(name, x.clone()) for name, x in tensors]
         found.append(sorted(kept, key=lambda each: str(each[0])))
-        return replay(step, cache, tensors)
+        return replay(step, cache, tensors, choice)
 
     monkeypatch.setattr(graphs.Step, "_replay", noted)
     return found

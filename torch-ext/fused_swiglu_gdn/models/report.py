@@ -135,9 +135,9 @@ TO_A_GPU = "move the model to a CUDA or ROCm GPU, then call kernelize again"
 IN_BF16 = "load the model in bfloat16 or float16"
 ITS_OWN = "nothing to do, no kernel computes this formula; their own forward stays right"
 # the first pattern that a reason has in it says what to do
-TRIAL_FAILED = "the trial failed: their own forward stays, please report the class"
+TRIAL_FAILED = "nothing to do, the trial of these failed; their own forward stays right"
 ADVICE = (
-    (r"when tried|looking at it raises", TRIAL_FAILED),
+    (r"when tried: (?!a part)|looking at it raises", TRIAL_FAILED),
     (r"no kernels for meta|on the meta device", "load its weights, then call kernelize again"),
     (r"no kernels for cuda",
      "nothing to do, kernels need Triton, and a GPU from Ampere on or of AMD"),
