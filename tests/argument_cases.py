@@ -112,6 +112,22 @@ CASES = [
         {"weight": WIDE, "eps": "zero", "offset": "zero"},
     ),
     Case(
+        "linear_cross_entropy",
+        lambda kernel: {
+            "hidden": ones(2, 4), "weight": ones(3, 4), "target": ints(0, 2), "bias": ones(3),
+            "softcap": 2.0,
+        },
+        {"label_smoothing": "zero", "z_loss": "zero", "ignore_index": "minus zero"},
+    ),
+    Case(
+        "token_log_probs",
+        lambda kernel: {
+            "hidden": ones(2, 4), "weight": ones(3, 4), "target": ints(0, 2), "bias": ones(3),
+            "softcap": 2.0,
+        },
+        {"ignore_index": "minus zero"},
+    ),
+    Case(
         "rms_norm_gated",
         lambda kernel: {"x": ones(2, 4), "gate": ones(2, 4), "weight": ones(4)},
         {"x": WIDE, "gate": WIDE, "weight": WIDE, "eps": "zero"},

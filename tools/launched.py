@@ -799,6 +799,41 @@ def _cross_entropy(kernel, V, M=4096, dtype=BF16, mean=True):
     )
 
 
+def _linear_loss(kernel, V, M=4096, H=1024, dtype=BF16, frozen=False, **options):
+    hidden = values(M, H, dtype=dtype, grad=True)
+    weight = values(V, H, dtype=dtype, grad=not frozen)
+    target = torch.zeros(M, dtype=torch.int64, device=DEVICE)
+    leaves = [hidden] if frozen else [hidden, weight]
+    return with_gradients(
+        lambda: kernel.linear_cross_entropy(hidden, weight, target, **options).view(1), *leaves
+    )
+
+
+def _tokens(kernel, V, M=4096, H=1024, dtype=BF16, entropy=True, **options):
+    hidden, weight = (values(n, H, dtype=dtype, grad=True) for n in (M, V))
+    target = torch.zeros(M, dtype=torch.int64, device=DEVICE)
+
+    def run():
+        found = kernel.token_log_probs(hidden, weight, target, entropy=entropy, **options)
+        return sum(found) if entropy else found
+
+    return with_gradients(run, hidden, weight)
+
+
+calls(_linear_loss, "loss, without logits", {
+    "logits that are kept": dict(V=128256, M=2048),
+    "pieces of rows": dict(V=128256, M=4096),
+    "frozen weight": dict(V=151936, frozen=True),
+    "odd sizes, all options": dict(
+        V=50257, M=33, label_smoothing=0.1, z_loss=1e-4, softcap=30.0, reduction="sum"
+    ),
+    "fp16": dict(V=32000, dtype=FP16),
+    "fp32": dict(V=32000, dtype=FP32),
+})  # fmt: skip
+calls(_tokens, "log-probabilities of tokens", {
+    "with entropy": dict(V=128256),
+    "without": dict(V=151936, entropy=False, temperature=0.7),
+})  # fmt: skip
 calls(_cross_entropy, "loss, cross entropy", {
     **{f"{V} words": dict(V=V) for V in (32768, 128256, 151936, 248320)},
     "odd sizes": dict(V=50257, M=33, mean=False),

@@ -1,9 +1,9 @@
-"""Tests of serve_loss: the model's loss by a stub of Liger's function, and calls that are not for
-it."""
+"""Tests of serve_loss: training steps without logits beside the model's own, and calls that are not
+for it."""
 
 import copy
 import inspect
-import operator
+import types
 
 import pytest
 import torch
@@ -11,36 +11,7 @@ import torch.nn.functional as F
 from conftest import assert_close, relative_error, submodule
 
 transformers = pytest.importorskip("transformers")
-loss = submodule("models.loss")
-fused = []  # of each call that Liger's stand-in got: the reduction
-
-
-class Liger(torch.autograd.Function):
-    """Computes what Liger's function computes in plain torch: its backward scales saved tensors in
-    place."""
-
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, target, options):
-        with torch.enable_grad():
-            given = (hidden, weight) if bias is None else (hidden, weight, bias)
-            leaves = [t.detach().requires_grad_() for t in given]
-            total = F.cross_entropy(F.linear(*leaves).float(), target, **options)
-            ctx.kept = torch.autograd.grad(total, leaves)
-        return total.detach().nan_to_num(0.0)  # 0 where all labels are ignored
-
-    @staticmethod
-    def backward(ctx, d):
-        for x in ctx.kept:
-            x.mul_(d)
-        return (*ctx.kept, *(None,) * (5 - len(ctx.kept)))
-
-
-def liger(hidden, weight, target, bias, accum_dtype, chunk_mem_const, **options):
-    assert accum_dtype == torch.float32 and chunk_mem_const >= 1
-    fused.append(options["reduction"])
-    return Liger.apply(hidden, weight, bias, target, options)
-
-
+loss = submodule("models.fused_loss")
 SIZES = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
     "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64,
@@ -55,13 +26,11 @@ def tiny(name="Llama", **options):
 
 
 @pytest.fixture(autouse=True)
-def stand_in(monkeypatch, device):
-    """On a GPU Liger itself, where it is installed."""
-    loss._liger.cache_clear()
-    if device.type != "cuda" or loss._liger() is None:
-        monkeypatch.setattr(loss, "_liger", lambda: liger)
-    monkeypatch.setattr(loss.device, "is_gpu", lambda where: True)
-    fused.clear()
+def beside_a_gpu(monkeypatch, device):
+    """On a CPU the model's own loss is as good, so that there it is left to the model."""
+    if device.type == "cpu":
+        everywhere = types.SimpleNamespace(is_gpu=lambda where: True)
+        monkeypatch.setattr(loss, "device", everywhere)
 
 
 def batch(model) -> dict:
@@ -89,7 +58,7 @@ def compare(model, share=1, **options):
     """The model's step before and after serve_loss; the output after it."""
     before, gradients = step(model, share, **options)
     after, found = step(served(model), share, **options)
-    assert type(after.logits) is loss.NoLogits
+    assert after.logits is None and after.keys() == before.keys() - {"logits"}
     assert_close(after.loss, before.loss)
     assert found.keys() == gradients.keys()
     for name, gradient in gradients.items():
@@ -101,7 +70,6 @@ def compare(model, share=1, **options):
 @pytest.mark.parametrize("options", [{}, {"num_items_in_batch": 7}])
 def test_step_is_the_models_own(device, options, share):
     compare(tiny().to(device), share, **options)
-    assert loss._liger() is not liger or fused == ["sum" if options else "mean"]
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "Mistral", "Qwen3_5"])
@@ -132,64 +100,67 @@ def test_adapters(device):
     assert row.reason == "its lm_head is a Linear, not an nn.Linear"
 
 
-USES = {
-    "add": lambda x: x + 1, "radd": lambda x: 1 + x, "tensor": lambda x: torch.ones(2) * x,
-    "index": lambda x: x[0], "tanh": torch.tanh, "softmax": lambda x: torch.softmax(x, -1),
-    "stack": lambda x: torch.stack([x]), "equal": lambda x: x == x, "truth": bool, "len": len,
-    "list": list, "in": lambda x: 1 in x, "abs": abs, "floordiv": lambda x: x // 2,
-    "mod": lambda x: x % 2, "loss": lambda x: F.cross_entropy(x, torch.zeros(2).long()),
-    "matmul": lambda x: x @ x, "array": lambda x: __import__("numpy").asarray(x),
-    "float": lambda x: x.float(), "view": lambda x: x.view(-1, 61), "device": lambda x: x.device,
-    "shape": lambda x: x.shape, "argmax": lambda x: x.argmax(-1), "detach": lambda x: x.detach(),
-    "setitem": lambda x: operator.setitem(x, 0, 1),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("use", USES.values(), ids=list(USES))
-def test_logits_have_no_use(device, use, grad):
-    """Neither those of other weights nor such without a graph: none at all."""
-    out, _ = step(served(tiny().to(device)))
-    with torch.set_grad_enabled(grad), pytest.raises((RuntimeError, AttributeError)) as error:
-        use(out.logits)
-    assert loss.NO_LOGITS in str(error.value)
-
-
-OPERATORS = [n for n in dir(operator) if n.startswith("__") and n in dir(torch.Tensor)]
-OPERATORS = [n for n in OPERATORS if type(getattr(operator, n)) is type(operator.add)]
-
-
-@pytest.mark.parametrize("name", OPERATORS)
-def test_operators_of_tensors(name):
-    function, logits = getattr(operator, name), loss.NoLogits()
-    more = (2,) * (len(inspect.signature(function).parameters) - 1)
-    with pytest.raises(RuntimeError, match="without logits"):
-        function(logits, *more)
-    if hasattr(torch.Tensor, f"__r{name[2:]}"):
-        with pytest.raises(RuntimeError, match="without logits"):
-            function(2, logits)
-
-
-def test_the_stand_in_is_carried_along(device):
-    out, _ = step(served(tiny().to(device)))
-    assert out.logits is not None and not hasattr(out.logits, "dtype") and out[1] is out.logits
-    assert "without logits" in repr(out) and len({out.logits}) == 1
-    for other in (copy.copy(out.logits), copy.deepcopy(out.logits)):
-        with pytest.raises(RuntimeError, match="without logits"):
-            other + 1
-    leaves, spec = torch.utils._pytree.tree_flatten(out)
-    assert torch.utils._pytree.tree_unflatten(leaves, spec).logits is out.logits
-
-
-def test_one_backward(device):
-    """Liger's gradients are scaled in place: a second backward over them would scale them again."""
+def test_outputs(device):
+    """None in the place of logits, by name, by index and in a tuple."""
     model = served(tiny().to(device))
-    kept = model(**batch(model)).loss / 4
-    kept.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="has one backward"):
-        kept.backward()
-    with pytest.raises(RuntimeError, match="without create_graph"):
-        torch.autograd.grad(model(**batch(model)).loss, model.parameters(), create_graph=True)
+    out, _ = step(model)
+    assert "logits" not in out and out.logits is None and out[0] is out.loss
+    leaves, spec = torch.utils._pytree.tree_flatten(out)
+    assert torch.utils._pytree.tree_unflatten(leaves, spec).logits is None
+    found = model(**batch(model), return_dict=False)
+    assert type(found) is tuple and found[1] is None
+    assert_close(found[0], out.loss)
+
+
+def test_a_second_backward(device):
+    model = served(tiny().to(device))
+    kept, found = model(**batch(model)).loss / 4, []
+    for _ in range(2):
+        model.zero_grad()
+        kept.backward(retain_graph=True)
+        found.append({n: p.grad.clone() for n, p in model.named_parameters()})
+    for name, gradient in found[0].items():
+        assert relative_error(found[1][name], gradient) < 1e-5
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_traced(backend):
+    """A step without logits is one graph, and the same step."""
+    model = tiny()
+    before, gradients = step(model)
+    traced = torch.compile(served(model), fullgraph=True, backend=backend)
+    for _ in range(2):
+        model.zero_grad()
+        out = traced(**batch(model))
+        out.loss.backward()
+        assert out.logits is None
+        assert_close(out.loss, before.loss)
+        for name, parameter in model.named_parameters():
+            assert relative_error(parameter.grad, gradients[name]) < 1e-5, name
+    assert model(input_ids=batch(model)["input_ids"]).logits.shape == (2, 11, 61)
+    torch.compiler.reset()
+
+
+def test_threads(device):
+    """A thread that evaluates has its logits while another one trains the same model."""
+    import threading
+
+    model, seen = served(tiny().to(device)), []
+    inner = type(model.model).forward
+
+    def evaluate():
+        with torch.no_grad():
+            seen.append(model(**batch(model)).logits)
+
+    def forward(self, *args, **kwargs):
+        if threading.current_thread() is threading.main_thread():
+            other = threading.Thread(target=evaluate)
+            other.start()
+            other.join()
+        return inner(self, *args, **kwargs)
+
+    model.model.forward = types.MethodType(forward, model.model)
+    assert model(**batch(model)).logits is None and seen[0].shape == (2, 11, 61)
 
 
 def test_all_labels_are_ignored(device):
@@ -209,31 +180,30 @@ def test_labels_that_are_none(device):
     model = served(tiny().to(device))
     given = batch(model)
     for labels in (given["labels"][:, :4], given["labels"].float()):
-        with pytest.raises(ValueError, match="labels must be int64, one a token"):
+        with pytest.raises(ValueError, match="target must be int64 of shape"):
             model(input_ids=given["input_ids"], labels=labels)
     if device.type == "cpu":  # on a GPU the assertion ends the process's use of it
-        with pytest.raises(RuntimeError, match="labels must be -100 or 0 to 60"):
+        with pytest.raises(ValueError, match="target must be -100 or 0 to 60"):
             model(input_ids=given["input_ids"], labels=given["labels"] + 1000)
 
 
-def test_options_that_are_none_of_the_models(device):
-    """An option that Liger would not get is an error, not another loss."""
+def test_a_model_that_changes(device):
+    """What would be another loss is an error."""
     model = served(tiny().to(device))
     model.config.vocab_size = 30
     with pytest.raises(ValueError, match="vocab_size must be 61, as lm_head has it, got 30"):
         model(**batch(model))
-    for more in ({"label_smoothing": 0.1}, {"weight": torch.ones(61, device=device)}):
-        logits = loss.NoLogits()
-        logits._parts = model.lm_head.weight, model.lm_head.weight, None
-        with pytest.raises(RuntimeError, match="without logits"):
-            F.cross_entropy(logits, torch.zeros(61, device=device).long(), **more)
+    model = served(tiny("Gemma2", head_dim=16, final_logit_softcapping=None).to(device))
+    compare(model)
+    model.config.final_logit_softcapping = 2.0
+    with pytest.raises(RuntimeError, match="has changed its logits before its loss"):
+        model(**batch(model))
+    assert plain(model.eval())
 
 
 def plain(model, **options) -> bool:
     """The model's own loss is made of its own logits."""
-    before = len(fused)
-    out = model(**{**batch(model), **options})
-    return torch.is_tensor(out.logits) and len(fused) == before
+    return torch.is_tensor(model(**{**batch(model), **options}).logits)
 
 
 HOOKS = [
@@ -256,7 +226,8 @@ def test_not_where_it_would_change_something(device, monkeypatch):
     assert plain(model)
     handle.remove()
     nothing = torch.empty(0, dtype=torch.long, device=device)
-    assert plain(model, logits_to_keep=nothing, shift_labels=nothing)
+    empty = model(**{**batch(model), "logits_to_keep": nothing, "shift_labels": nothing})
+    assert empty.loss.isnan()
     model._is_replica = True  # DataParallel's, which gathers outputs
     assert plain(model)
     del model._is_replica
@@ -269,20 +240,26 @@ def test_not_where_it_would_change_something(device, monkeypatch):
         patch.setattr(F, "cross_entropy", lambda *args, **kwargs: 2 * own(*args, **kwargs))
         assert plain(model)
     assert not plain(model)
-    model.model.requires_grad_(False)  # Liger would make no gradient of the weight
-    assert plain(model)
-    _, gradients = step(model)
-    assert list(gradients) == ["lm_head.weight"] and gradients["lm_head.weight"].norm() > 0
+    with torch.autograd.forward_ad.dual_level():
+        assert plain(model)
+
+
+@pytest.mark.parametrize("part", ["model", "lm_head"])
+def test_frozen(device, part):
+    model = tiny().to(device)
+    getattr(model, part).requires_grad_(False)
+    compare(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_dtypes(device, dtype):
-    """A loss in fp16 wants the scaler's factor before its gradients are made."""
-    model = served(tiny().to(device))
-    with torch.autocast(device.type, dtype=dtype):
-        assert plain(model) == (dtype == torch.float16)
-    assert plain(model.to(dtype)) == (dtype == torch.float16)
-    assert plain(tiny().to(device).double())
+    model = tiny().to(device).to(dtype)
+    before, gradients = step(model)
+    after, found = step(served(model))
+    assert after.logits is None
+    assert_close(after.loss, before.loss, dtype)
+    for name, gradient in gradients.items():
+        assert_close(found[name], gradient, dtype, factor=2)
 
 
 def test_autocast(device):
@@ -290,7 +267,7 @@ def test_autocast(device):
     with torch.autocast(device.type, dtype=torch.bfloat16):
         before, gradients = step(model, share=4)
         after, found = step(served(model), share=4)
-    assert type(after.logits) is loss.NoLogits
+    assert after.logits is None
     assert_close(after.loss, before.loss, torch.bfloat16)
     for name, gradient in gradients.items():
         assert_close(found[name], gradient, torch.bfloat16, factor=2)
@@ -322,7 +299,6 @@ def test_trainer(device, tmp_path):
         assert seen and set(seen) == {(8, 11, 61)}
         weights[kind] = tried.lm_head.weight.detach().clone()
         assert not torch.equal(weights[kind], model.lm_head.weight)
-        assert bool(fused) == (kind == "served" and loss._liger() is liger)
     moved = weights["own"] - model.lm_head.weight
     assert relative_error(weights["served"] - model.lm_head.weight, moved) < 0.05
 
@@ -333,7 +309,7 @@ def test_copies_signatures_and_undoing(device):
     served(model)
     assert isinstance(model, kind) and inspect.signature(model.forward) == signature
     out, _ = step(copy.deepcopy(model))
-    assert type(out.logits) is loss.NoLogits
+    assert out.logits is None
     ids = torch.ones(1, 3, dtype=torch.long, device=device)
     assert model.generate(ids, max_new_tokens=2).shape == (1, 5)
     assert submodule("models.apply").restore(model) == 2
@@ -349,7 +325,7 @@ def test_models_that_do_more_with_their_logits(name, options):
     assert row.reason == "its forward does more with its logits than to make one loss"
 
 
-def test_left_alone(monkeypatch):
+def test_left_alone():
     assert loss.serve_loss(torch.nn.Linear(2, 2)) is None
     model = tiny()
     model.loss_function = lambda *_, **__: None
@@ -364,5 +340,11 @@ def test_left_alone(monkeypatch):
 
     model.lm_head.__class__ = Other
     assert loss.serve_loss(model).reason == "its lm_head is a Other, not an nn.Linear"
-    monkeypatch.setattr(loss, "_liger", lambda: None)
-    assert loss.serve_loss(tiny()).reason == "needs Liger 0.8.5: pip install liger-kernel"
+    model = tiny()
+
+    class Other(type(model)):
+        def forward(self, input_ids=None, labels=None):
+            return super().forward(input_ids, labels=labels)
+
+    model.__class__ = Other
+    assert "is not that of transformers" in loss.serve_loss(model).reason

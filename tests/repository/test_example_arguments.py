@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("kernels")
 EXAMPLES = (
     "finetune_lora", "fp8_checkpoint", "generate_fast", "kernelize_llm", "load_gguf", "serve",
-    "train_bytes", "train_digits", "train_fsdp", "train_sft", "train_trainer",
+    "train_bytes", "train_digits", "train_fsdp", "train_policy", "train_sft", "train_trainer",
 )  # fmt: skip
 
 
@@ -42,6 +42,7 @@ def said(name: str, line: str, monkeypatch, capsys, code: int) -> str:
         ("train_bytes", "--seeds 0", "--seeds must be at least 1"),
         ("train_bytes", "--only mine", "invalid choice: 'mine'"),
         ("train_bytes", "--cp 2", "--cp 2 needs a multiple of 2 processes"),
+        ("train_policy", "--steps 0", "--steps must be at least 1"),
         ("train_digits", "--epochs 0", "--epochs must be at least 1"),
         ("train_digits", "--seeds 0", "--seeds must be at least 1"),
         ("train_digits", "--plot no/folder/digits.png", "--plot must be in a folder"),

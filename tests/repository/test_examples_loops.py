@@ -61,6 +61,12 @@ def test_qlora(example, kernel, capsys):
     assert "DecoderLayer" in said and "left alone: quantised to 4 bits by bitsandbytes" in said
 
 
+def test_policies(example, kernel):
+    found = example("train_policy").run(kernel, "cpu", 4)
+    assert set(found) == {"GRPO", "DPO"}
+    assert all(apart < 1e-4 for _, _, apart in found.values())
+
+
 def test_serving(example, kernel, capsys):
     pytest.importorskip("accelerate")  # of continuous batching
     found = example("serve").run(kernel, None, count=5)

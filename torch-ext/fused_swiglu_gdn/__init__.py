@@ -20,6 +20,7 @@ from .gdn.api_aiter import chunk_gated_delta_rule_opt, chunk_gated_delta_rule_op
 from .gdn.api_replay import advance_ring, make_ring, materialise_ring, replay_gated_delta_rule
 from .gdn_layer.api import causal_conv1d_fn, causal_conv1d_update, gated_delta_gate, rms_norm_gated
 from .kda.api import chunk_kda, fused_recurrent_kda
+from .loss.api import linear_cross_entropy, token_log_probs
 from .models import (
     decorate,
     graphed_step,
@@ -62,6 +63,7 @@ __all__ = [
     "kernelize",
     "layer_mapping",
     "layers",
+    "linear_cross_entropy",
     "make_ring",
     "materialise_ring",
     "register_experts",
@@ -72,6 +74,7 @@ __all__ = [
     "shard_batch",
     "sigmoid_gate",
     "silu_mul",
+    "token_log_probs",
     "use_reference",
     "verify",
 ]

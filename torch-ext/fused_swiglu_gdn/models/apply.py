@@ -16,7 +16,8 @@ from ..parallel.checks import is_group
 from ..runtime.checks import are_flags, are_words, is_int, is_model
 from .context_attention import restore_attention, serve_attention
 from .experts import restore_experts, serve_experts
-from .loss import serve_cross_entropy, serve_loss
+from .fused_loss import serve_loss
+from .loss import serve_cross_entropy
 from .recognise import KINDS, OF_MODULES, is_nothing, recognise, replace
 from .report import WAITS, Report, Row
 from .serving import as_gathered, may_move, unserve, why_not_on
@@ -55,9 +56,8 @@ def kernelize(
         only, skip: kinds of modules to replace, or not to: "mlp", "gdn", "kda" (Kimi Delta
             Attention layers), "norm", "attention", "layer" (decoder layers), "linear" (FP8Linear),
             "experts", "loss" (of language models). All of them by default.
-        loss: in training steps the loss of a language model is made without its logits, by Liger,
-            where liger-kernel is installed and the loss is the same; any use of `output.logits` is
-            an error there (docs/training.md).
+        loss: in training steps the loss of a language model is made without its logits, where the
+            loss is the same; `output.logits` is None there (docs/training.md).
         cuda_graphs: `model.generate` then replays a CUDA graph of a decoding step, if a replay
             computes the same. That needs a static cache; a call that asks for no kind of cache and
             does not return it gets one where graphs pay (docs/decoding.md).

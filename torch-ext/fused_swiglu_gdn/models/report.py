@@ -162,7 +162,6 @@ ADVICE = (
      "nothing to do, the kernels do not have these sizes"),
     (r"StaticCache|cache_implementation|cannot generate|no replay|no CUDA graph|encoder and a",
      "see docs/decoding.md for what a graph needs"),
-    (r"liger", "pip install liger-kernel"),
 )  # fmt: skip
 
 

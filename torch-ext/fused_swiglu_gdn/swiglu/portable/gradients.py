@@ -14,10 +14,10 @@ from typing import Callable, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
+from ...runtime.products import add_product, linear
 from .gate import gate_bwd, gate_fwd
 
 Gradients = Tuple[Optional[Tensor], ...]
-ADDS_TO_FP32 = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 10)
 
 
 def projections(x, w_gate, w_up, b_gate, b_up) -> Tensor:
@@ -25,10 +25,7 @@ def projections(x, w_gate, w_up, b_gate, b_up) -> Tensor:
     M, N = x.shape[0], w_gate.shape[0]
     gate_up = x.new_empty((M, 2 * N))  # [M, 2 N]
     for out, weight, bias in zip(gate_up.split(N, dim=1), (w_gate, w_up), (b_gate, b_up)):
-        if bias is None:
-            torch.mm(x, weight.t(), out=out)
-        else:
-            torch.addmm(bias, x, weight.t(), out=out)
+        linear(x, weight, bias, out)
     return gate_up
 
 
@@ -44,20 +41,6 @@ def input_gradient(d_gate_up: Tensor, w_gate: Tensor, w_up: Tensor) -> Tensor:
     return torch.mm(d_gate, w_gate).addmm_(d_up, w_up)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b in the dtype of total, fp32: one product of cuBLAS without further rounding.
-
-    torch before 2.10 cannot accumulate products of fp16 or bf16 in fp32; there the product is
-    rounded.
-    """
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    elif a.is_cuda and ADDS_TO_FP32:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        total.add_(torch.mm(a, b))
-
-
 def _weight_gradients(
     d_gate_up: Tensor, x: Tensor, needs: Sequence[bool], main_grads: Sequence[Optional[Tensor]]
 ) -> Optional[Tensor]:
@@ -68,7 +51,7 @@ def _weight_gradients(
     wanted = []
     for d, needed, total in zip(d_gate_up.chunk(2, dim=1), needs[1:3], main_grads):
         if needed and total is not None:
-            _add_product(total, d.t(), x)
+            add_product(total, d.t(), x)
         elif needed:
             wanted.append(d)
     if len(wanted) == 2:
@@ -130,7 +113,7 @@ def mlp_gradients(
     z = made if z is None else z  # [M, N]
     dw_down = None
     if needs[5] and main_grads[2] is not None:
-        _add_product(main_grads[2], dy.t(), z)
+        add_product(main_grads[2], dy.t(), z)
     elif needs[5]:
         dw_down = torch.mm(dy.t(), z)  # [D, N]
     del made, z
