@@ -166,6 +166,15 @@ def state_after(api, plan):
     return f"{plan.branch} is there whole, at {heads.get(plan.branch)}; run this again for the rest"
 
 
+def show_build(files, identity, version, built):
+    """The lines about what was built, which need no Hub."""
+    size = sum(path.stat().st_size for path in files.values()) / 1e6
+    print(f"built version {version} as {identity}: {len(files)} files, {size:.1f} MB, and a card")
+    for digest, names in digests(built).items():
+        print(f"  {', '.join(names)}: {digest}")
+    sys.stdout.flush()
+
+
 def show(plan, endpoint):
     """The lines that say what will be done."""
     where = f"{endpoint}/kernels/{plan.repo_id}"
@@ -245,6 +254,7 @@ def publish(arguments, api, root):
             identity = build(root, built, arguments.repo_id)
             files = local_files(root, built)
         version = config["general"]["version"]
+        show_build(files, identity, version, built)
         plan = make_plan(api, arguments.repo_id, version, files, built / "CARD.md")
         check_published_api(api, plan, public_api(package_dir(root, config)))
         if arguments.create_pr and plan.is_new:

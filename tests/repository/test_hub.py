@@ -1,6 +1,7 @@
 """Publish, pin, lock and load against a double of the Hub, with the real clients."""
 
 import json
+import re
 
 import pytest
 from hub_double import TOKEN
@@ -51,7 +52,10 @@ def test_the_card_its_numbers_and_the_changelog_agree_today():
 
 def test_a_dry_run_reads_only(hub, small, send):
     code, out, _ = send(small, "--dry-run", token=False)
-    where, version, card, end = out.splitlines()
+    built, digest, where, version, card, end = out.splitlines()
+    files = len(expected(small))
+    assert re.fullmatch(rf"built version 1 as \w+: {files} files, 0\.\d MB, and a card", built)
+    assert re.fullmatch(r"  torch-cpu, .*: sha256:[0-9a-f]{64}", digest)
     assert code == 0 and where == f"{hub.url}/kernels/{REPO} (new repository)"
     assert (
         version

@@ -290,6 +290,12 @@ def test_no_network_is_one_line(small, send):
     assert code == 1 and "cannot reach the Hub at http://127.0.0.1:9" in one_line(err)
 
 
+def test_a_dry_run_without_a_network_says_what_it_found(small, send):
+    code, out, err = send(small, "--dry-run", token=False, endpoint="http://127.0.0.1:9")
+    assert code == 1 and "cannot reach the Hub at http://127.0.0.1:9" in one_line(err)
+    assert out.startswith("built version 1 as ") and ": sha256:" in out
+
+
 def test_a_second_maintainer_in_between_is_seen(hub, checkout, send, monkeypatch):
     assert send(checkout)[0] == 0
     repo = hub.repos[REPO]
