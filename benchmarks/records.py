@@ -21,6 +21,7 @@ PEERS = {  # name in a record -> name on the page, and the package whose version
     "copy": ("a copy of as many bytes", None),
     "cudnn": ("cuDNN frontend", "nvidia-cudnn-frontend"),
     "eager": ("eager torch", None),
+    "expanded": ("transformers' form", None),
     "fla": ("FLA", "fla-core"),
     "flashinfer": ("FlashInfer", "flashinfer-python"),
     "flashinfer_pool": ("FlashInfer, states by index", None),

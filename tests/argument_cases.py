@@ -227,6 +227,30 @@ CASES = [
         },
     ),
     Case(
+        "latent_attention_with_kvcache",
+        lambda kernel: {
+            "q": ones(2, 3, 4, 12), "latents": ones(2, 1, 7, 6), "rotated": ones(2, 1, 7, 4),
+            "weight": ones(4 * 13, 6), "qk_nope_head_dim": 8, "cache_seqlens": ints(3, 4),
+            "attention_mask": ones(2, 1, 3, 7).bool(),
+        },
+        {
+            "cache_seqlens": "rank-1 scalar", "softmax_scale": "minus zero",
+            "attention_mask": "float16 float32 float64 less0",
+        },
+    ),
+    Case(
+        "fused_latent_norm_rope",
+        lambda kernel: {
+            "q": ones(2, 3, 4, 12), "kv": ones(2, 3, 10), "weight": ones(6), "cos": ones(2, 3, 4),
+            "sin": ones(2, 3, 4), "latent_cache": ones(2, 1, 7, 6),
+            "rotated_cache": ones(2, 1, 7, 4), "cache_position": torch.tensor(2),
+        },
+        {
+            "q": "less2 more2 none2 less3 more3", "weight": WIDE, "eps": "zero",
+            "latent_cache": WIDE, "rotated_cache": WIDE,
+        },
+    ),
+    Case(
         "chunk_gated_delta_rule",
         lambda kernel: rule(**gate()),
         {**GATED, "checkpoint_every": "zero"},

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import DEVICES, submodule
 from emulated_graph import EmulatedGraph
-from tiny_models import BASE, CONFIGS, KDA, tokens
+from tiny_models import BASE, CONFIGS, KDA, LATENT, tokens
 
 transformers = pytest.importorskip("transformers")
 WHERE = [pytest.param(d, marks=pytest.mark.gpu) if d == "cuda" else d for d in DEVICES]
@@ -28,6 +28,8 @@ FAMILIES = {
     "phi3": {},
     "granite": {},
     "kimi_linear": KDA["kimi_linear"],
+    "glm4_moe_lite": LATENT["glm4_moe_lite"],
+    "deepseek_v2": LATENT["deepseek_v2"],
 }
 
 

@@ -30,7 +30,8 @@ TYPES = [
 BY_TINY_MODELS = {*CONFIGS, *MORE, *KDA, "glm4v_text"}
 # operations of which one at least runs where a module of a kind is served
 RUNS = {
-    "mlp": ("swiglu", "silu_mul"), "norm": ("rms_norm",), "attention": ("qk_norm_rope",),
+    "mlp": ("swiglu", "silu_mul"), "norm": ("rms_norm",),
+    "attention": ("qk_norm_rope", "latent_attention"),
     "layer": ("rms_norm",), "gdn": ("gdn_",), "kda": ("kda_",), "experts": ("experts",),
     "router": ("topk",), "block": ("shared",),
 }  # fmt: skip

@@ -77,6 +77,28 @@ _MLA = {
     "v_head_dim": 8,
 }  # fmt: skip
 _MOE = {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+_LATENT = {
+    "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": 20,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12,
+}  # fmt: skip
+_LATENT_MOE = {**_LATENT, **_MOE, "n_routed_experts": 4, "n_shared_experts": 1}
+_YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+    "beta_fast": 32.0, "beta_slow": 1.0, "llama_4_scaling_beta": 0.5,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+LATENT = {  # models with latent attention, beside those of KDA
+    "deepseek_v2": {**_LATENT_MOE, "q_lora_rank": None, "first_k_dense_replace": 1},
+    "deepseek_v3": {**_LATENT_MOE, "first_k_dense_replace": 1, "attention_bias": True},
+    "glm4_moe_lite": {**_LATENT_MOE, "first_k_dense_replace": 1},
+    "youtu": _LATENT,
+    "axk1": {**_LATENT_MOE, "first_k_dense_replace": 1},
+    "minicpm3": _LATENT,
+    "mistral4": {**_LATENT_MOE, "first_k_dense_replace": 1, "rope_parameters": _YARN},
+}
+# and with an indexer before it
+INDEXED = ("deepseek_v32", "glm_moe_dsa", "hy_v4", "axk2")
+LATENT.update({name: {**_LATENT_MOE, "first_k_dense_replace": 1} for name in INDEXED})
 KDA = {  # models with Kimi Delta Attention
     "kimi_linear": {
         **_MLA, **_MOE, **_LINEAR, "num_local_experts": 4, "linear_head_dim": 16,
@@ -107,7 +129,7 @@ def config_of(name: str, **changes):
     transformers = pytest.importorskip("transformers")
     try:
         return transformers.AutoConfig.for_model(
-            name, **{**BASE, **{**CONFIGS, **MORE, **PARTS, **KDA}[name], **changes}
+            name, **{**BASE, **{**CONFIGS, **MORE, **PARTS, **KDA, **LATENT}[name], **changes}
         )
     except ValueError:
         pytest.skip(f"this transformers has no {name}")
@@ -119,6 +141,10 @@ def random_model(name: str, device="cpu", **changes):
 
     config = config_of(name, **changes)
     torch.manual_seed(0)
+    if name == "mistral4":  # a part of a model of images, which has no class of its own
+        from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
+
+        return randomise(Mistral4ForCausalLM(config)).to(device).eval()
     generates = type(config) in AutoModelForCausalLM._model_mapping
     model = (AutoModelForCausalLM if generates else AutoModel).from_config(config)
     return randomise(model).to(device).eval()

@@ -266,6 +266,52 @@ calls(_kvcache, "attention decode", {
 })  # fmt: skip
 
 
+def _latent(
+    kernel, B=1, T=1, S=8192, H=20, C=512, N=192, R=64, V=256, mask=torch.bool, dtype=BF16,
+    grows=False,
+):  # fmt: skip
+    q, weight = values(B, T, H, N + R, dtype=dtype), values(H * (N + V), C, dtype=dtype)
+    c, r = values(B, 1, S, C, dtype=dtype), values(B, 1, S, R, dtype=dtype)
+    length = None if grows else torch.ones((), dtype=torch.int64, device=DEVICE)
+    if mask is not None:
+        mask = torch.zeros(B, 1, T, S, dtype=mask, device=DEVICE)
+    return functools.partial(
+        kernel.latent_attention_with_kvcache, q, c, r, weight, length, qk_nope_head_dim=N,
+        attention_mask=mask,
+    )  # fmt: skip
+
+
+calls(_latent, "latent attention", {
+    "GLM-4.7-Flash": {},
+    "GLM-4.7-Flash, 4 tokens, grows": dict(T=4, S=777, grows=True),
+    "DeepSeek-V2-Lite, batch 16": dict(B=16, H=16, N=128, V=128),
+    "DeepSeek-V3": dict(H=128, N=128, V=128),
+    "MiniCPM3": dict(H=40, C=256, N=64, R=32, V=64, mask=None),
+    "fp16, a mask that is added": dict(H=32, N=128, V=128, mask=FP32, dtype=FP16),
+})  # fmt: skip
+
+
+def _latent_rope(kernel, T=1, H=20, C=512, N=192, R=64, rotary="pairs_to_halves", cached=True):
+    q, kv, weight = values(1, T, H, N + R), values(1, T, C + R), values(C)
+    cos, sin = (values(1, T, R if rotary == "halves" else R // 2) for _ in "cs")
+    caches = {}
+    if cached:
+        caches = {
+            "latent_cache": values(1, 1, 8192, C), "rotated_cache": values(1, 1, 8192, R),
+            "cache_position": torch.zeros((), dtype=torch.int64, device=DEVICE),
+        }  # fmt: skip
+    return functools.partial(
+        kernel.fused_latent_norm_rope, q, kv, weight, cos, sin, rotary=rotary, **caches
+    )
+
+
+calls(_latent_rope, "latent norm and rope", {
+    "GLM-4.7-Flash": {},
+    "MiniCPM3": dict(H=40, C=256, N=64, R=32, rotary="halves", cached=False),
+    "DeepSeek-V2": dict(T=8192, H=128, N=128, rotary="pairs", cached=False),
+})  # fmt: skip
+
+
 def _topk(kernel, T, E=256, K=8, dtype=BF16, bias=False, grad=False, kind=None, **options):
     logits, bias = values(T, E, dtype=dtype, grad=grad), values(E, dtype=FP32) if bias else None
     choose = functools.partial(kernel.fused_topk, logits, K, bias=bias, dtype=kind, **options)

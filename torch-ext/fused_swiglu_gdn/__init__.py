@@ -12,7 +12,13 @@ a call, plain torch computes the same.
 """
 
 from . import layers
-from .attention.api import attention_with_kvcache, fused_qk_norm_rope, sigmoid_gate
+from .attention.api import (
+    attention_with_kvcache,
+    fused_latent_norm_rope,
+    fused_qk_norm_rope,
+    latent_attention_with_kvcache,
+    sigmoid_gate,
+)
 from .experts.api import fused_experts
 from .experts.api_topk import fused_topk
 from .gdn.api import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
@@ -51,6 +57,7 @@ __all__ = [
     "chunk_kda",
     "decorate",
     "fused_experts",
+    "fused_latent_norm_rope",
     "fused_qk_norm_rope",
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_kda",
@@ -61,6 +68,7 @@ __all__ = [
     "graphed_step",
     "implementation_of",
     "kernelize",
+    "latent_attention_with_kvcache",
     "layer_mapping",
     "layers",
     "linear_cross_entropy",

@@ -5,7 +5,15 @@ from typing import Optional, Tuple
 
 from torch import Tensor
 
-from .ops import KVCACHE_ATTENTION, QK_NORM_ROPE, SIGMOID_GATE, WITH_CACHE
+from .ops import (
+    KVCACHE_ATTENTION,
+    LATENT_ATTENTION,
+    LATENT_NORM_ROPE,
+    LATENTS_TO_CACHE,
+    QK_NORM_ROPE,
+    SIGMOID_GATE,
+    WITH_CACHE,
+)
 
 
 def fused_qk_norm_rope(
@@ -139,3 +147,115 @@ def attention_with_kvcache(
     """
     tensors = (q, k_cache, v_cache, cache_seqlens, attention_mask)
     return KVCACHE_ATTENTION(tensors, (softmax_scale,))
+
+
+def latent_attention_with_kvcache(
+    q: Tensor,
+    latents: Tensor,
+    rotated: Tensor,
+    weight: Tensor,
+    cache_seqlens: Optional[Tensor] = None,
+    *,
+    qk_nope_head_dim: int,
+    attention_mask: Optional[Tensor] = None,
+    softmax_scale: Optional[float] = None,
+) -> Tensor:
+    """Multi-head latent attention (arXiv:2405.04434) of a few tokens over a cache of latents.
+
+        [k_nope | v] = weight latents    of each head, and k = [k_nope | rotated]
+        out = softmax(q k^T softmax_scale + mask) v    over the slots below cache_seqlens
+
+    Keys and values are never made: q_nope is multiplied by the keys' part of the weight, attends to
+    the latents themselves, which all heads share, and what it gets is multiplied by the values'
+    part (the absorbed form). Softmax and sums in fp32. Slots past the filled ones are not read,
+    whatever they hold. Nothing is read by the host, and what is launched depends on shapes alone,
+    so that a call can be captured in a CUDA graph. A token that attends to no slot is 0.
+
+    Args:
+        q: [B, T, H, N + R]; fp32, bf16 or fp16. Its last R channels are turned already
+            (fused_latent_norm_rope). Kernels serve fp16 and bf16 and up to 8 tokens.
+        latents: [B, 1, S, C]; the dtype of q, as rotated and weight.
+        rotated: [B, 1, S, R], the rotary part of the keys, one for all heads.
+        weight: [H * (N + V), C], of each head N rows for keys and V for values: kv_b_proj.weight
+            of transformers' models.
+        cache_seqlens: [] or [B], int32 or int64: how many slots are filled, with these tokens'; 0
+            to S, which is looked at on a CPU. None: all, as in a cache that grows.
+        qk_nope_head_dim: N, at least 1.
+        attention_mask: [B or 1, 1, T or 1, S], bool (True: attend) or floating (added). None: token
+            t is at slot cache_seqlens - T + t and attends to the slots up to its own.
+        softmax_scale: 1 / sqrt(N + R) by default.
+
+    Returns:
+        [B, T, H, V], the dtype of q; contiguous.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit.
+
+    Example:
+        >>> q, weight = torch.randn(2, 1, 4, 32 + 16), torch.randn(4 * (32 + 24), 64)
+        >>> latents, rotated = torch.randn(2, 1, 100, 64), torch.randn(2, 1, 100, 16)
+        >>> latent_attention_with_kvcache(
+        ...     q, latents, rotated, weight, torch.tensor(37), qk_nope_head_dim=32
+        ... ).shape
+        torch.Size([2, 1, 4, 24])
+    """
+    tensors = (q, latents, rotated, weight, cache_seqlens, attention_mask)
+    return LATENT_ATTENTION(tensors, (qk_nope_head_dim, softmax_scale))
+
+
+def fused_latent_norm_rope(
+    q: Tensor,
+    kv: Tensor,
+    weight: Tensor,
+    cos: Optional[Tensor] = None,
+    sin: Optional[Tensor] = None,
+    *,
+    eps: float = 1e-6,
+    rotary: str = "halves",
+    latent_cache: Optional[Tensor] = None,
+    rotated_cache: Optional[Tensor] = None,
+    cache_position: Optional[Tensor] = None,
+) -> Tuple[Tensor, Tensor]:
+    """RMSNorm of latents, rotary embedding of the key and the queries beside, and their cache
+    write.
+
+        latents = kv[:C] / sqrt(mean(kv[:C]^2) + eps) * weight
+        rotated = turn(kv[C:]), and q[N:] = turn(q[N:]) in place
+        turn(x) of a pair (a, b) of channels: (a cos - b sin, b cos + a sin)
+
+    All of it in fp32 and rounded once, in one launch where a kernel serves.
+
+    Args:
+        q: [B, T, H, N + R]; fp32, bf16 or fp16. Its last R channels are turned in place.
+        kv: [B, T, C + R]; the dtype of q: what kv_a_proj_with_mqa gives.
+        weight: [C], of the norm.
+        cos, sin: [B or 1, T, R] with rotary="halves", else [B or 1, T, R / 2]; None: nothing is
+            turned.
+        eps: added to the mean square.
+        rotary: which channels turn together: "halves", i and i + R / 2; "pairs", 2 i and 2 i + 1;
+            "pairs_to_halves", 2 i and 2 i + 1, which are stored at i and i + R / 2.
+        latent_cache, rotated_cache: [B, 1, S, C] and [B, 1, S, R], with cache_position [], int64 or
+            int32: latents and rotated are also written to the slots cache_position + t. The
+            position is read on the device; it must be at most S - T: on a GPU latents of a token
+            without a slot are NaN, and nothing is written for it.
+
+    Returns:
+        latents [B, 1, T, C] and rotated [B, 1, T, R], contiguous.
+
+    Raises:
+        ValueError: a shape or option does not fit; a gradient is needed; on a CPU, a token has no
+            slot.
+        TypeError: an argument is no tensor, or a dtype does not fit.
+
+    Example:
+        >>> q, kv = torch.randn(2, 5, 4, 32 + 16), torch.randn(2, 5, 64 + 16)
+        >>> angle = torch.rand(1, 5, 8)
+        >>> latents, rotated = fused_latent_norm_rope(
+        ...     q, kv, torch.ones(64), angle.cos(), angle.sin(), rotary="pairs"
+        ... )
+        >>> latents.shape, rotated.shape
+        (torch.Size([2, 1, 5, 64]), torch.Size([2, 1, 5, 16]))
+    """
+    tensors = (q, kv, weight, cos, sin, latent_cache, rotated_cache, cache_position)
+    operation = LATENT_NORM_ROPE if latent_cache is None else LATENTS_TO_CACHE
+    return operation(tensors, (eps, rotary))

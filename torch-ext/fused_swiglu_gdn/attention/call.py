@@ -1,6 +1,7 @@
 """The calls of norm, rotary embedding, gate and attention over a cache, and of their gradients.
 
-Sizes: B rows, T tokens, HQ and HK heads, D head dim, R rotary dim, S slots.
+Sizes: B rows, T tokens, HQ and HK heads, D head dim, R rotary dim, S slots; of latent attention H
+heads, C latent channels, N channels of a head without rotary embedding, V of a value head.
 """
 
 from typing import NamedTuple, Optional
@@ -76,3 +77,39 @@ class KvCacheAttention(NamedTuple):
     cache_seqlens: Optional[Tensor]  # [] or [B]; None: all slots are filled
     mask: Optional[Tensor]  # [B or 1, 1, 1, S]
     options: KvOptions
+
+
+class LatentOptions(NamedTuple):
+    nope: int  # N
+    scale: float
+
+
+@call
+class LatentAttention(NamedTuple):
+    q: Tensor  # [B, T, H, N + R]
+    latents: Tensor  # [B, 1, S, C]
+    rotated: Tensor  # [B, 1, S, R]
+    weight: Tensor  # [H * (N + V), C]
+    cache_seqlens: Optional[Tensor]  # [] or [B]; None: all slots are filled
+    mask: Optional[Tensor]  # [B or 1, 1, T or 1, S]
+    options: LatentOptions
+
+
+class LatentRopeOptions(NamedTuple):
+    eps: float
+    rotary: str  # of ROTARY in checks.py
+
+
+@call
+class LatentNormRope(NamedTuple):
+    """Queries and latents between their projections and the cache."""
+
+    q: Tensor  # [B, T, H, N + R], whose last R channels are turned in place
+    kv: Tensor  # [B, T, C + R]
+    weight: Tensor  # [C]
+    cos: Optional[Tensor]  # [B or 1, T, R] or, of pairs, [B or 1, T, R / 2]; as sin
+    sin: Optional[Tensor]
+    latent_cache: Optional[Tensor]  # [B, 1, S, C], written in place, with the two below or without
+    rotated_cache: Optional[Tensor]  # [B, 1, S, R]
+    cache_position: Optional[Tensor]  # [], the first slot that is written
+    options: LatentRopeOptions

@@ -15,15 +15,29 @@ from ..runtime.checks import (
     has_shape,
     has_shape_of,
     is_floating,
+    is_int,
     is_number,
     is_one_of,
     is_tensor,
     readable,
     same_device,
 )
-from .call import KvCacheAttention, KvOptions, QkNormRope, QkOptions, SigmoidGate
+from .call import (
+    KvCacheAttention,
+    KvOptions,
+    LatentAttention,
+    LatentNormRope,
+    LatentOptions,
+    LatentRopeOptions,
+    QkNormRope,
+    QkOptions,
+    SigmoidGate,
+)
 
 NORMS = ("head", "all")
+# channels that turn together: those half of R apart; neighbours; neighbours, which are stored half
+# of R apart
+ROTARY = ("halves", "pairs", "pairs_to_halves")
 
 
 def _tables(cos, sin, interleaved, q, sizes) -> None:
@@ -62,15 +76,26 @@ def _caches(q, v, key_cache, value_cache, cache_position, sizes) -> None:
         "v": v, "key_cache": key_cache, "value_cache": value_cache,
         "cache_position": cache_position,
     }  # fmt: skip
-    missing = [name for name, x in written.items() if x is None]
-    if len(missing) == len(written):
+    if not _all_or_none(written):
         return
-    if missing:
-        given = next(name for name in written if name not in missing)
-        raise ValueError(f"{missing[0]} must be given where {given} is, got None")
     has_shape("v", v, "B T HK DV", sizes)
     has_shape("key_cache", key_cache, "B HK S D", sizes)
     has_shape("value_cache", value_cache, "B HK S DV", sizes)
+    _position_and_slots(q, written, sizes)
+
+
+def _all_or_none(written: dict) -> bool:
+    """Checks that all of these arguments are given, or none; whether they are."""
+    missing = [name for name, x in written.items() if x is None]
+    if missing and len(missing) < len(written):
+        given = next(name for name in written if name not in missing)
+        raise ValueError(f"{missing[0]} must be given where {given} is, got None")
+    return not missing
+
+
+def _position_and_slots(q, written: dict, sizes) -> None:
+    """Checks a cache that is written, the position among `written`."""
+    cache_position = written["cache_position"]
     is_tensor("cache_position", cache_position)
     if cache_position.ndim:
         raise ValueError(
@@ -78,15 +103,18 @@ def _caches(q, v, key_cache, value_cache, cache_position, sizes) -> None:
             f"got one of shape {list(cache_position.shape)}"
         )
     has_dtype("cache_position", cache_position, INDICES)
-    for name in ("v", "key_cache", "value_cache"):
-        is_floating(name, written[name])
+    for name, x in written.items():
+        if name != "cache_position":
+            is_floating(name, x)
     for name, x in written.items():
         same_device(name, x, "q", q)
-    has_memory("key_cache", key_cache)
-    has_memory("value_cache", value_cache)
+    caches = [name for name in written if name.endswith("_cache")]
+    for name in caches:
+        has_memory(name, written[name])
     if sizes["T"] > sizes["S"]:
         raise ValueError(
-            f"key_cache must have at least {sizes['T']} slots, one for each token, got {sizes['S']}"
+            f"{caches[0]} must have at least {sizes['T']} slots, one for each token, "
+            f"got {sizes['S']}"
         )
 
 
@@ -140,15 +168,34 @@ def _holds_cache_position(cache_position, k, key_cache) -> None:
         )
 
 
-def _holds_cache_seqlens(cache_seqlens, k_cache) -> None:
+def _over_slots(q, cache: str, cache_seqlens, mask, dims: str, softmax_scale, sizes) -> None:
+    """Checks what attention over the slots of a cache gets besides tensors of heads."""
+    if sizes["S"] == 0:
+        raise ValueError(f"{cache} must have at least one slot, got 0")
+    if cache_seqlens is not None:
+        is_tensor("cache_seqlens", cache_seqlens)
+        has_dtype("cache_seqlens", cache_seqlens, INDICES)
+        same_device("cache_seqlens", cache_seqlens, "q", q)
+        if cache_seqlens.ndim:
+            has_shape("cache_seqlens", cache_seqlens, "B", sizes)
+    if mask is not None:
+        has_form("attention_mask", mask, dims, sizes, "q", q, (torch.bool, *FLOATING))
+        if sizes["N"] not in (1, sizes["B"]):
+            raise ValueError(f"attention_mask must have batch {sizes['B']} or 1, got {sizes['N']}")
+    if softmax_scale is not None:
+        is_number("softmax_scale", softmax_scale)
+    if cache_seqlens is not None:
+        _holds_cache_seqlens(cache_seqlens, sizes["S"], cache)
+
+
+def _holds_cache_seqlens(cache_seqlens, S: int, cache: str) -> None:
     """Checks that no more slots are filled than exist; on a GPU the kernel clamps the length."""
     if not readable(cache_seqlens):
         return
-    S = k_cache.shape[2]
     wrong = [n for n in cache_seqlens.flatten().tolist() if not 0 <= n <= S]
     if wrong:
         raise ValueError(
-            f"cache_seqlens must be {between(0, S)}, with S = {S} slots in k_cache, got {wrong[0]}"
+            f"cache_seqlens must be {between(0, S)}, with S = {S} slots in {cache}, got {wrong[0]}"
         )
 
 
@@ -174,23 +221,92 @@ def attention_with_kvcache(call: KvCacheAttention) -> KvCacheAttention:
     HQ, HK = sizes["HQ"], sizes["HK"]
     if HK == 0 or HQ % HK:
         raise ValueError(f"q must have a multiple of the {HK} heads of k_cache, got {HQ}")
-    if sizes["S"] == 0:
-        raise ValueError("k_cache must have at least one slot, got 0")
-    if cache_seqlens is not None:
-        is_tensor("cache_seqlens", cache_seqlens)
-        has_dtype("cache_seqlens", cache_seqlens, INDICES)
-        same_device("cache_seqlens", cache_seqlens, "q", q)
-        if cache_seqlens.ndim:
-            has_shape("cache_seqlens", cache_seqlens, "B", sizes)
-    if attention_mask is not None:
-        has_form(
-            "attention_mask", attention_mask, "N 1 1 S", sizes, "q", q, (torch.bool, *FLOATING)
-        )
-        if sizes["N"] not in (1, sizes["B"]):
-            raise ValueError(f"attention_mask must have batch {sizes['B']} or 1, got {sizes['N']}")
-    if softmax_scale is not None:
-        is_number("softmax_scale", softmax_scale)
-    if cache_seqlens is not None:
-        _holds_cache_seqlens(cache_seqlens, k_cache)
+    _over_slots(q, "k_cache", cache_seqlens, attention_mask, "N 1 1 S", softmax_scale, sizes)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     return KvCacheAttention(*tensors_in(call), KvOptions(scale))
+
+
+def latent_attention_with_kvcache(call: LatentAttention) -> LatentAttention:
+    q, latents, rotated, weight, cache_seqlens, mask, (nope, softmax_scale) = call
+    sizes = {"1": 1}
+    has_shape("q", q, "B T H N+R", sizes)
+    has_shape("latents", latents, "B 1 S C", sizes)
+    has_shape("rotated", rotated, "B 1 S R", sizes)
+    has_shape("weight", weight, "H*(N+V) C", sizes)
+    is_floating("q", q)
+    for name, x in (("latents", latents), ("rotated", rotated), ("weight", weight)):
+        agrees(name, x, "q", q)
+    H, R, rows = sizes["H"], sizes["R"], sizes["H*(N+V)"]
+    is_int("qk_nope_head_dim", nope, 1)
+    if sizes["N+R"] != nope + R:
+        raise ValueError(
+            f"q must have heads of {nope + R} channels, {nope} and the {R} of rotated, "
+            f"got {sizes['N+R']}"
+        )
+    if H == 0 or rows % H or rows // H <= nope:
+        raise ValueError(
+            f"weight must have as many rows for each of the {H} heads of q, more than {nope}, "
+            f"got {rows}"
+        )
+    one = isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.shape[2] == 1
+    dims = "N 1 1 S" if one else "N 1 T S"
+    _over_slots(q, "latents", cache_seqlens, mask, dims, softmax_scale, sizes)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    return LatentAttention(*tensors_in(call), LatentOptions(nope, scale))
+
+
+def fused_latent_norm_rope(call: LatentNormRope) -> LatentNormRope:
+    *tensors, (eps, rotary) = call
+    q, kv, weight, cos, sin, latent_cache, rotated_cache, cache_position = tensors
+    sizes = {"1": 1}
+    has_shape("q", q, "B T H N+R", sizes)
+    has_shape("kv", kv, "B T C+R", sizes)
+    has_shape("weight", weight, "C", sizes)
+    is_floating("q", q)
+    agrees("kv", kv, "q", q)
+    is_floating("weight", weight)
+    same_device("weight", weight, "q", q)
+    is_number("eps", eps, "non-negative")
+    is_one_of("rotary", rotary, ROTARY)
+    R = sizes["R"] = sizes["C+R"] - sizes["C"]
+    if not 0 <= R <= sizes["N+R"]:
+        raise ValueError(
+            f"kv must have {sizes['C']} channels, as weight, and up to {sizes['N+R']} rotary ones, "
+            f"got {sizes['C+R']}"
+        )
+    if (cos is None) != (sin is None):
+        given, missing = ("cos", "sin") if sin is None else ("sin", "cos")
+        raise ValueError(f"{missing} must be given where {given} is, got None")
+    if cos is not None:
+        if R % 2:
+            raise ValueError(f"kv must have an even number of rotary channels, got {R}")
+        sizes["R/2"] = R // 2
+        for name, table in (("cos", cos), ("sin", sin)):
+            has_form(name, table, "N T R" if rotary == "halves" else "N T R/2", sizes, "q", q)
+        agrees("sin", sin, "cos", cos)
+        if sizes["N"] not in (1, sizes["B"]):
+            raise ValueError(f"cos must have batch {sizes['B']}, as q, or 1, got {sizes['N']}")
+    has_memory("q", q)
+    _latent_caches(q, latent_cache, rotated_cache, cache_position, sizes)
+    if torch.is_grad_enabled():
+        for name, x in zip(call._fields, tensors):
+            if x is not None and x.requires_grad:
+                raise ValueError(
+                    f"{name} must not require a gradient, for q is written in place: call under "
+                    "torch.no_grad()"
+                )
+    if cache_position is not None:
+        _holds_cache_position(cache_position, q, latent_cache)
+    return LatentNormRope(*tensors, LatentRopeOptions(float(eps), rotary))
+
+
+def _latent_caches(q, latent_cache, rotated_cache, cache_position, sizes) -> None:
+    written = {
+        "latent_cache": latent_cache, "rotated_cache": rotated_cache,
+        "cache_position": cache_position,
+    }  # fmt: skip
+    if not _all_or_none(written):
+        return
+    has_shape("latent_cache", latent_cache, "B 1 S C", sizes)
+    has_shape("rotated_cache", rotated_cache, "B 1 S R", sizes)
+    _position_and_slots(q, written, sizes)

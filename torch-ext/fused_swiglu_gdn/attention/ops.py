@@ -2,9 +2,17 @@
 
 from ..runtime.operation import Operation
 from . import checks, reference
-from .call import KvCacheAttention, QkGradient, QkNormRope, SigmoidGate, SigmoidGradient
+from .call import (
+    KvCacheAttention,
+    LatentAttention,
+    LatentNormRope,
+    QkGradient,
+    QkNormRope,
+    SigmoidGate,
+    SigmoidGradient,
+)
 
-FAMILY = "attention.attention"
+FAMILY, LATENT = "attention.attention", "attention.latent"
 
 
 def _differentiable(call: QkNormRope) -> bool:
@@ -32,6 +40,32 @@ SIGMOID_GRADIENT = Operation(
 KVCACHE_ATTENTION = Operation(
     FAMILY, "kvcache_attention", KvCacheAttention, reference, check=checks.attention_with_kvcache,
     like=("q",), varying={"k_cache": 2, "v_cache": 2, "mask": 3},
+)  # fmt: skip
+
+
+def _of_latents(call: LatentAttention):
+    B, T, H, _ = call.q.shape
+    return call.q.new_empty(B, T, H, call.weight.shape[0] // H - call.options.nope)
+
+
+def _written_latents(call: LatentNormRope) -> tuple:
+    (B, T, width), C = call.kv.shape, call.weight.shape[0]
+    return call.kv.new_empty(B, 1, T, C), call.kv.new_empty(B, 1, T, width - C)
+
+
+LATENT_ATTENTION = Operation(
+    LATENT, "latent_attention", LatentAttention, reference,
+    check=checks.latent_attention_with_kvcache, fake=_of_latents, aligned=("latents", "rotated"),
+    varying={"latents": 2, "rotated": 2, "mask": 3},
+)  # fmt: skip
+LATENT_NORM_ROPE = Operation(
+    LATENT, "latent_norm_rope", LatentNormRope, reference, check=checks.fused_latent_norm_rope,
+    outputs=2, fake=_written_latents, written=("q",),
+)  # fmt: skip
+LATENTS_TO_CACHE = Operation(
+    LATENT, "latent_norm_rope", LatentNormRope, reference, check=checks.fused_latent_norm_rope,
+    outputs=2, fake=_written_latents, written=("q", "latent_cache", "rotated_cache"),
+    schema="latent_norm_rope_cache",
 )  # fmt: skip
 
 

@@ -1,6 +1,8 @@
 """Norm, rotary embedding, gate and attention over a cache in plain torch: the definitions.
 
-Sizes: B rows, T tokens, HQ and HK heads, D head dim, R rotary dim, S slots of a cache.
+Sizes: B rows, T tokens, HQ and HK heads, D head dim, R rotary dim, S slots of a cache; of latent
+attention H heads, C latent channels, N channels of a head without rotary embedding, V of a value
+head.
 """
 
 from typing import Optional, Tuple
@@ -11,7 +13,7 @@ from torch import Tensor
 from ..fp8.call import Quantised
 from ..fp8.reference import quantise_fwd
 from ..runtime.dtypes import at_least_fp32
-from .call import QkNormRope, QkOptions
+from .call import LatentNormRope, QkNormRope, QkOptions
 
 
 def _normed(x: Tensor, weight: Optional[Tensor], options: QkOptions) -> Tensor:
@@ -111,6 +113,82 @@ def kvcache_attention(
     # slots that are not attended may hold anything
     values = at_least_fp32(v_cache).masked_fill(~seen.view(-1, 1, S, 1), 0.0)
     return (weights @ values.to(weights.dtype)).view(B, 1, HQ, D).to(q.dtype)
+
+
+def latent_attention(
+    q: Tensor,  # [B, T, H, N + R]
+    latents: Tensor,  # [B, 1, S, C]
+    rotated: Tensor,  # [B, 1, S, R]
+    weight: Tensor,  # [H * (N + V), C]
+    cache_seqlens: Optional[Tensor],  # [] or [B]; None: all slots are filled
+    mask: Optional[Tensor],  # [B or 1, 1, T or 1, S], bool or floating; None: causal
+    nope: int,
+    scale: float,
+) -> Tensor:  # [B, T, H, V]
+    """softmax(k q scale + mask) v over the filled slots, in fp32, where k and v are made of the
+    latents by the weight: in absorbed form, which makes neither. 0 where no slot is attended."""
+    (B, T, H, _), S = q.shape, latents.shape[2]
+    keys, values = (
+        at_least_fp32(weight)
+        .view(H, -1, latents.shape[3])
+        .split([nope, weight.shape[0] // H - nope], 1)
+    )
+    slots = torch.arange(S, device=q.device)
+    filled = slots[:1] + S if cache_seqlens is None else cache_seqlens
+    filled = filled.reshape(-1, 1, 1, 1)  # [B or 1, 1, 1, 1]
+    seen = slots < filled
+    if mask is None:
+        seen = seen & (slots <= filled - T + torch.arange(T, device=q.device).view(T, 1))
+    else:
+        seen = seen & (mask if mask.dtype == torch.bool else mask > -torch.inf)
+    # slots that no token attends to may hold anything
+    kept = seen.any(2).expand(B, 1, S).unsqueeze(-1)
+    c, r = (at_least_fp32(x).masked_fill(~kept, 0.0) for x in (latents, rotated))
+    wide = at_least_fp32(q).transpose(1, 2)  # [B, H, T, N + R]
+    scores = (wide[..., :nope] @ keys) @ c.mT + wide[..., nope:] @ r.mT
+    scores = scores * scale
+    if mask is not None and mask.dtype != torch.bool:
+        scores = scores + at_least_fp32(mask)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    some = seen.any(-1, keepdim=True)
+    weights = scores.masked_fill(~some, 0.0).softmax(-1).masked_fill(~some, 0.0)
+    y = (weights @ c.to(weights.dtype)) @ values.mT.to(weights.dtype)
+    return y.transpose(1, 2).to(q.dtype).contiguous()
+
+
+def _turned_channels(x: Tensor, cos: Tensor, sin: Tensor, rotary: str) -> Tensor:
+    """x [B, T, H, R] turned, in the precision of element-wise maths. rotary: as in checks.py."""
+    cos, sin = (at_least_fp32(table).unsqueeze(2) for table in (cos, sin))
+    x = at_least_fp32(x)
+    if rotary == "halves":
+        return x * cos + turned(x, False) * sin
+    a, b = x[..., ::2], x[..., 1::2]
+    first, second = a * cos - b * sin, b * cos + a * sin
+    if rotary == "pairs":
+        return torch.stack([first, second], -1).flatten(-2)
+    return torch.cat([first, second], -1)
+
+
+def latent_norm_rope(*fields) -> Tuple[Tensor, Tensor]:
+    """Latents [B, 1, T, C] and rotated [B, 1, T, R], rounded once; q and the caches written.
+
+    fields: of LatentNormRope, in its order.
+    """
+    call = LatentNormRope.of(fields)
+    kv, weight, C = call.kv, at_least_fp32(call.weight), call.weight.shape[0]
+    c, r = at_least_fp32(kv[..., :C]), kv[..., C:].unsqueeze(2)
+    c = c * torch.rsqrt(c.square().mean(-1, keepdim=True) + call.options.eps) * weight
+    if call.cos is not None:
+        turn = (call.cos, call.sin, call.options.rotary)
+        q = call.q[..., call.q.shape[-1] - r.shape[-1] :]
+        q.copy_(_turned_channels(q, *turn))
+        r = _turned_channels(r, *turn)
+    found = c.unsqueeze(1).to(kv.dtype), r.transpose(1, 2).to(kv.dtype).contiguous()
+    if call.latent_cache is not None:
+        slots = torch.arange(kv.shape[1], device=kv.device) + call.cache_position
+        for cache, x in zip((call.latent_cache, call.rotated_cache), found):
+            cache.index_copy_(2, slots, x.to(cache.dtype))
+    return found
 
 
 def _norm_gradients(d, x, weight, options) -> Tuple[Tensor, Optional[Tensor]]:

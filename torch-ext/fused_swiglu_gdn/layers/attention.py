@@ -73,6 +73,24 @@ class AttentionForm(NamedTuple):
     eager: Callable  # the attention function of implementation "eager"
 
 
+class Updates:
+    """The update of a cache, as the forwards of a form make it."""
+
+    def __init__(self, form):
+        self.by_place = Words(w._replace(name=str(i)) for i, w in enumerate(form.updates))
+        self.by_name = Words(form.updates_with)
+        self.plain = not (form.updates or form.updates_with)
+
+    def of(self, past, k: torch.Tensor, v: torch.Tensor, index, *call) -> tuple:
+        """Keys and values of the cache after an update with those of these tokens. call: what
+        Words.made takes; without tables where none are passed on."""
+        if self.plain:
+            return past.update(k, v, index)
+        call = (*call, None)[:4]
+        words = self.by_name.made(*call)
+        return past.update(k, v, index, *self.by_place.made(*call).values(), **words)
+
+
 @functools.lru_cache(maxsize=1024)
 def forward_of(form: AttentionForm) -> Callable:
     """Returns a forward for the modules of a class: ours, or the class's own for other calls."""
@@ -89,9 +107,7 @@ class Attention:
         self.interface = Interface(form.implementation, form.eager)
         self.index = Value(form.index or Word("", "constant"))
         self.words = Words(form.words), Words(form.training_words)
-        self.updates = Words(w._replace(name=str(i)) for i, w in enumerate(form.updates))
-        self.updates_with = Words(form.updates_with)
-        self.plain_update = not (form.updates or form.updates_with)
+        self.updates = Updates(form)
         self.joined = form.projections[0] if len(form.projections) == 1 else None
         self.interleaved = form.heads.rotary in ROTARY[1:]
         self.width = 2 * form.D if form.heads.gated else form.D
@@ -114,13 +130,6 @@ class Attention:
             "q_weight": q_weight, "k_weight": k_weight, "eps": eps, "casting_mode": casting_mode,
             "offset": offset, "norm": form.heads.norm,
         }  # fmt: skip
-
-    def updated(self, past, k: torch.Tensor, v: torch.Tensor, index, *call) -> tuple:
-        """Keys and values of the cache after an update with those of these tokens."""
-        if not call:
-            return past.update(k, v, index)
-        more, words = self.updates.made(*call).values(), self.updates_with.made(*call)
-        return past.update(k, v, index, *more, **words)
 
     def served(
         self, attention: nn.Module, x: torch.Tensor, given: dict, rest: dict
@@ -155,7 +164,7 @@ class Attention:
         norms["interleaved"] = self.interleaved
         of = self.index.attribute  # mostly: it is found without a function of ours
         index = None if past is None else of(attention) if of else self.index.of(attention, given)
-        slots = None if past is None else _slots(past, index, k)
+        slots = None if past is None else slots_of(past, index, k)
         if slots is not None:
             q, _ = fused_qk_norm_rope(
                 q, k, *tables, **norms, v=v, key_cache=slots.keys, value_cache=slots.values,
@@ -167,8 +176,7 @@ class Attention:
             q, k = self.normed_and_turned(q, k, *tables, **norms)
             k, v = k.transpose(1, 2), v.transpose(1, 2)
             if past is not None:
-                call = () if self.plain_update else (attention, given, rest, own_tables)
-                k, v = self.updated(past, k, v, index, *call)
+                k, v = self.updates.of(past, k, v, index, attention, given, rest, own_tables)
         if T == 1 and past is not None and _decodes(function, q, k, v, mask, slots, words, more):
             scale = words.get("scaling", more.get("scaling"))
             length = None if slots is None else slots.cumulative_length
@@ -210,18 +218,14 @@ def _tables(form: AttentionForm, tables, x: torch.Tensor, D: int) -> Optional[tu
     return cos, sin
 
 
-def _slots(cache, index: int, k: torch.Tensor):
+def slots_of(cache, index: int, k: torch.Tensor):
     """The layer of a static cache if an update with k changes its slots alone, or None."""
     caches = sys.modules.get("transformers.cache_utils")
     if caches is None or type(cache) not in (caches.Cache, caches.StaticCache):
         return None
-    for update in (type(cache).update, caches.StaticLayer.update):  # neither patched nor wrapped
-        code = getattr(update, "__code__", None)
-        if getattr(code, "co_filename", None) != caches.__file__ or hasattr(update, "__wrapped__"):
-            return None
-    if "update" in cache.__dict__:
+    if not is_transformers_own(caches, cache, caches.StaticLayer) or torch.is_grad_enabled():
         return None
-    if cache.offloading or cache.layer_class_to_replicate is not None or torch.is_grad_enabled():
+    if cache.layer_class_to_replicate is not None:
         return None
     layer = cache.layers[index] if index < len(cache.layers) else None
     if (
@@ -237,6 +241,16 @@ def _slots(cache, index: int, k: torch.Tensor):
     return layer if fits and k.shape[1] <= keys.shape[2] else None
 
 
+def is_transformers_own(caches, cache, kind: type) -> bool:
+    """True if updates of a cache are transformers' own, neither patched nor wrapped, and so are
+    those of layers of this kind; nor is the cache offloaded."""
+    for update in (type(cache).update, kind.update):
+        code = getattr(update, "__code__", None)
+        if getattr(code, "co_filename", None) != caches.__file__ or hasattr(update, "__wrapped__"):
+            return False
+    return "update" not in cache.__dict__ and not cache.offloading
+
+
 def _decodes(function, q, k, v, mask, slots, words: dict, rest: dict) -> bool:
     """True if `function` is SDPA of one token by at most a mask, and a kernel is faster.
 
@@ -247,7 +261,7 @@ def _decodes(function, q, k, v, mask, slots, words: dict, rest: dict) -> bool:
         return False
     if mask is not None and not (mask.ndim == 4 and mask.shape[1] == mask.shape[2] == 1):
         return False
-    if words.get("dropout") or rest.get("dropout") or not _by_torch(function, words, rest):
+    if words.get("dropout") or rest.get("dropout") or not by_torch(function, words, rest):
         return False
     if slots is not None:
         return mask is not None and _has_kernel(q.device)
@@ -287,7 +301,7 @@ def _on_hopper(where: torch.device) -> bool:
     return hopper and dispatch.has_kernels_at(*KERNEL, where)
 
 
-def _by_torch(function, words: dict, rest: dict) -> bool:
+def by_torch(function, words: dict, rest: dict) -> bool:
     """True if `function` is transformers' call of torch's own SDPA, and makes no more than that."""
     sdpa = sys.modules.get("transformers.integrations.sdpa_attention")
     if function is not getattr(sdpa, "sdpa_attention_forward", None):
@@ -305,4 +319,4 @@ def _casts_alike(x: torch.Tensor, past, function, words: dict, rest: dict) -> bo
     """
     if torch.get_autocast_dtype(x.device.type) is x.dtype:
         return True
-    return past is None and x.dtype is torch.float32 and _by_torch(function, words, rest)
+    return past is None and x.dtype is torch.float32 and by_torch(function, words, rest)

@@ -181,7 +181,7 @@ def _look_into(function, names: list) -> None:
                     _look_into(plain, names)
                 except NotOwn as error:
                     raise NotOwn(f"calls {name}, which {error}") from None
-        elif isinstance(plain, type) or name == "ACT2FN":
+        elif isinstance(plain, type) or name in ("ACT2FN", "ALL_ATTENTION_FUNCTIONS"):
             if not plain.__module__.startswith(("transformers.", "torch.")):
                 raise NotOwn(f"uses {name}, which is not that of transformers")
         elif not isinstance(plain, HARMLESS):

@@ -85,12 +85,16 @@ def asks_for_attention(kind: type) -> bool:
 
 def attention_form(module: nn.Module) -> AttentionForm:
     """The form of an attention module; raises Refused with the reason why it has none of ours."""
+    return form_by(AttentionTrial, module, read(own_class(module), module))
+
+
+def form_by(trial: type, module: nn.Module, source):
+    """The form that a trial of the module's forward gives; raises Refused."""
     kind = own_class(module)
-    source = read(kind, module)
     values = plain_values(module, source.reads)
     values.pop("training", None)  # both are tried
     norms = _norms_of(module)
-    key = (kind, source.pinned.codes, _parts_key(module), module.config.__class__)
+    key = (trial, kind, source.pinned.codes, _parts_key(module), module.config.__class__)
     key += tuple((n, _norm_key(module._modules[n], form)) for n, form in norms.items())
     known = _forms.setdefault(key, [])
     for handed, facts, found in known:
@@ -98,7 +102,7 @@ def attention_form(module: nn.Module) -> AttentionForm:
             form = found
             break
     else:
-        form, handed = _find(module, kind, source, values, norms)
+        form, handed = _find(trial, module, kind, source, values, norms)
         known.append((handed, form_key(module, kind, source, _without(values, handed)), form))
     if isinstance(form, str):
         raise Refused(form)
@@ -129,13 +133,13 @@ def _norm_key(norm: nn.Module, form: NormForm) -> tuple:
     return (*form[3:], told(norm._parameters[form.weight], "shape"))
 
 
-def _find(module, kind, source, values, norms) -> tuple:
+def _find(kind_of_trial, module, kind, source, values, norms) -> tuple:
     """The form, or the reason against it, and the attributes on whose values that does not
     depend."""
     paths = frozenset(p for p in source.reads if readable(module, p)) - source.guarded
     reasons = []
     for handed in (paths, frozenset()):
-        trial = _Trial(module, kind, source, norms, handed)
+        trial = kind_of_trial(module, kind, source, norms, handed)
         try:
             with quiet(), asked_by_this_thread(trial):
                 form = trial.form((kind, source.pinned))
@@ -152,7 +156,7 @@ def _find(module, kind, source, values, norms) -> tuple:
     return reasons[0]
 
 
-class _Trial(Learning):
+class AttentionTrial(Learning):
     def __init__(self, module, kind, source, norms, handed: frozenset):
         super().__init__(module, kind, source)
         self.handed = handed  # attributes that nothing has read yet

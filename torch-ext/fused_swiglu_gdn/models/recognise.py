@@ -12,7 +12,7 @@ from torch import nn
 
 from ..attention.ops import FAMILY as ATTENTION
 from ..fp8.ops import MULTIPLY
-from ..layers import attention, decoder, fp8, gdn, kda, norm, swiglu
+from ..layers import attention, decoder, fp8, gdn, kda, latent_attention, norm, swiglu
 from ..norm.ops import FAMILY as NORM
 from . import moe_blocks
 from .attention_trial import attention_form, is_attention
@@ -21,6 +21,7 @@ from .formats import format_of
 from .fp8_linear import fp8_linear, is_fp8_linear
 from .gated_delta_net import gated_delta_net
 from .kimi_delta_attention import kimi_delta_attention
+from .latent_trial import is_latent, latent_form
 from .layer_trial import is_decoder_layer, layer_form
 from .mlp import gated_mlp
 from .moe_blocks import router_or_block
@@ -100,7 +101,19 @@ def _by_trial(layer: str, form_of: Callable, may_be: Optional[Callable] = None) 
     return find
 
 
-_ATTENTION = _by_trial("Attention", attention_form, is_attention)
+_PLAIN = _by_trial("Attention", attention_form, is_attention)
+_LATENT = _by_trial("LatentAttention", latent_form, is_latent)
+
+
+def _attention(module: nn.Module) -> Optional[tuple]:
+    """Attention, and multi-head latent attention."""
+    latent = _LATENT(module)
+    if latent is not None and latent[2] is not None:
+        return latent
+    plain = _PLAIN(module)
+    return plain if latent is None or plain is not None and plain[2] is not None else latent
+
+
 _LAYER = _by_trial("DecoderLayer", layer_form, is_decoder_layer)
 _NORM = _by_trial("RMSNorm", norm_form)
 OF_MODULES = {
@@ -113,7 +126,7 @@ OF_MODULES = {
         ),
         Kind("gdn", "GatedDeltaNet", gated_delta_net, gdn, ("gdn.chunk", "gdn_chunk_fwd")),
         Kind("norm", "RMSNorm", _NORM, norm, (NORM, "rms_norm_fwd")),
-        Kind("attention", "Attention", _ATTENTION, attention, (ATTENTION, "qk_norm_rope_fwd")),
+        Kind("attention", "Attention", _attention, attention, (ATTENTION, "qk_norm_rope_fwd")),
         Kind("layer", "DecoderLayer", _LAYER, decoder, (NORM, "rms_norm_fwd")),
         Kind("linear", "FP8Linear", fp8_linear, fp8, MULTIPLY),
         Kind("experts", "fused_topk", router_or_block, moe_blocks),
@@ -128,7 +141,8 @@ def replace(module: nn.Module, finding: Finding, replay: int) -> None:
     The form is noted by the module's new class for forwards that `kernels` binds, and for attention
     modules and layers, which read weights of their parts.
     """
-    home = OF_MODULES[finding.kind].home
+    latent = type(finding.form) is latent_attention.LatentForm
+    home = latent_attention if latent else OF_MODULES[finding.kind].home
     replay_rows = replay if finding.kind == "gdn" else 0
     serve(module, finding.layer, home.forward_of(finding.form), replay_rows)
     if finding.kind in ("mlp", "norm", "linear"):

@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
     fence_async_shared,
     mbarrier,
     tma,
@@ -29,6 +30,7 @@ __all__ = [
     "add",
     "as_box",
     "as_tile",
+    "async_copy",
     "barrier",
     "fence_async_global",
     "fence_async_shared",

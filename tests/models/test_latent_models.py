@@ -1,0 +1,251 @@
+"""Latent attention of transformers' models: what is served, and that caches stay theirs."""
+
+import copy
+import functools
+
+import decoding
+import pytest
+import torch
+from conftest import load_package, relative_error, submodule
+from tiny_models import INDEXED, KDA, LATENT, LOGITS, random_model, tokens
+
+transformers = pytest.importorskip("transformers")
+dispatch, latent_trial = submodule("runtime.dispatch"), submodule("models.latent_trial")
+kernel = load_package()
+device, graph = decoding.device, decoding.graph  # fixtures
+TYPES = [name for name in LATENT if name not in INDEXED] + ["kimi_linear", "bailing_hybrid"]
+GROWING_ALONE = set(KDA)  # tokens of a draft change their recurrent states
+
+
+@functools.cache
+def models(name: str):
+    """A model and the same one kernelized in plain torch. Shared: leave both as they are."""
+    model = random_model(name)
+    served = copy.deepcopy(model)
+    with dispatch.force("reference"):
+        report = kernel.kernelize(served)
+    rows = [row for row in report.rows if row.layer == "LatentAttention"]
+    assert rows and all(row.reason is None for row in rows), report
+    return model, served
+
+
+def layers_of(model) -> int:
+    return sum(map(latent_trial.is_latent, model.modules()))
+
+
+def cache_of(model, static: bool):
+    config = model.config
+    if not static:
+        return transformers.DynamicCache(config=config)
+    return transformers.StaticCache(config=config, max_cache_len=40)
+
+
+def poison(cache, filled: int) -> None:
+    """NaN in the slots past the filled ones."""
+    for layer in cache.layers:
+        if type(layer) is transformers.cache_utils.StaticLayer and layer.is_initialized:
+            layer.keys[:, :, filled:] = layer.values[:, :, filled:] = float("nan")
+
+
+@torch.no_grad()
+def logits(model, chunks, cache, padding=None, poisoned=False):
+    """Logits of the tokens ids [B, T], in chunks; padding [B, T], 0 for slots to the left."""
+    found, at = [], 0
+    for ids in chunks:
+        past, at = at, at + ids.shape[1]
+        given = {}
+        if padding is not None:
+            given["attention_mask"] = padding[:, :at]
+            given["position_ids"] = (padding[:, :at].cumsum(-1) - 1).clamp(min=0)[:, past:]
+        if poisoned:
+            poison(cache, past)
+        found.append(model(ids, past_key_values=cache, **given).logits)
+    return torch.cat(found, 1)
+
+
+def chunks_of(name: str, batch: int = 2, drafts: bool = True) -> list:
+    sizes = (11, 1, 1, 5, 1, 8) if drafts and name not in GROWING_ALONE else (11, 1, 1, 1)
+    return list(tokens(batch, sum(sizes)).split(sizes, 1))
+
+
+def served_calls(record: dict) -> int:
+    return len(record.get("latent_attention", ()))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("name", TYPES)
+def test_logits(name, static, padded):
+    """Tokens and drafts after a prompt; left padding; NaN past the length of a static cache."""
+    model, served = models(name)
+    chunks, padding = chunks_of(name), None
+    if padded:
+        padding = torch.ones(2, sum(x.shape[1] for x in chunks), dtype=torch.long)
+        padding[1, :4] = 0
+    wanted = logits(model, chunks, cache_of(model, static), padding)
+    with dispatch.force("reference"), dispatch.served() as record:
+        found = logits(served, chunks, cache_of(served, static), padding, poisoned=static)
+    assert served_calls(record) == (len(chunks) - 1) * layers_of(model)
+    kept = slice(None) if padding is None else padding.bool()
+    assert (found[kept] - wanted[kept]).abs().max() < LOGITS["cpu"]
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("name", TYPES)
+def test_writers_take_turns(name, static):
+    """A cache that ours has written is read and written by theirs, and the reverse."""
+    model, served = models(name)
+    chunks = chunks_of(name)
+    wanted = logits(model, chunks, cache_of(model, static))
+    cache, found = cache_of(model, static), []
+    with dispatch.force("reference"):
+        for i, ids in enumerate(chunks):
+            with torch.no_grad():
+                found.append((model, served)[i % 2](ids, past_key_values=cache).logits)
+    assert (torch.cat(found, 1) - wanted).abs().max() < LOGITS["cpu"]
+
+
+@pytest.mark.parametrize("name", ["glm4_moe_lite", "deepseek_v2", "mistral4", "kimi_linear"])
+def test_cache_is_theirs(name):
+    """Latents and keys of the cache, in their own order of channels."""
+    model, served = models(name)
+    chunks = chunks_of(name)
+    theirs, ours = cache_of(model, False), cache_of(model, False)
+    logits(model, chunks, theirs)
+    with dispatch.force("reference"):
+        logits(served, chunks, ours)
+    for a, b in zip(theirs.layers, ours.layers):
+        if getattr(a, "keys", None) is not None:
+            assert torch.allclose(a.keys, b.keys, atol=1e-5)
+            assert torch.allclose(a.values, b.values, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", [None, "static"])
+@pytest.mark.parametrize("name", ["glm4_moe_lite", "minicpm3", "mistral4"])
+def test_generate(name, implementation):
+    """Greedy tokens are equal, of padded sequences, too; beams share a cache."""
+    model, served = models(name)
+    ids, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
+    mask[1, :3] = 0
+    given = dict(attention_mask=mask, max_new_tokens=8, do_sample=False, disable_compile=True)
+    for more in ({"cache_implementation": implementation}, {"num_beams": 3}):
+        wanted = model.generate(ids, **given, **more)
+        with dispatch.force("reference"), dispatch.served() as record:
+            found = served.generate(ids, **given, **more)
+        assert torch.equal(found, wanted) and served_calls(record)
+
+
+def own_forward(changed, **given):
+    """How many calls of ours a token takes, after a change."""
+    model = random_model("glm4_moe_lite")
+    ids = tokens(1, 6)
+    with dispatch.force("reference"):
+        kernel.kernelize(model)
+        changed(model)
+        with torch.no_grad():
+            cache = model(ids, use_cache=True).past_key_values
+        with dispatch.served() as record, torch.set_grad_enabled(given.pop("grad", False)):
+            model(ids[:, :1], past_key_values=cache, **given)
+    return served_calls(record)
+
+
+def attention_of(model):
+    return model.model.layers[0].self_attn
+
+
+def hook(model):
+    attention_of(model).kv_b_proj.register_forward_hook(lambda *_: None)
+
+
+def bias(model):
+    part = attention_of(model).kv_b_proj
+    part.bias = torch.nn.Parameter(torch.ones(part.out_features))
+
+
+CHANGES = {  # how many of two layers are ours then
+    "nothing": (lambda model: None, {}, 2),
+    "a hook": (hook, {}, 1),
+    "a bias": (bias, {}, 1),
+    "eager attention": (lambda model: model.set_attn_implementation("eager"), {}, 0),
+    "training": (lambda model: model.train(), {}, 0),
+    "a gradient": (lambda model: None, {"grad": True}, 0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_own_forward(change):
+    made, given, count = CHANGES[change]
+    assert own_forward(made, **given) == count
+
+
+@torch.no_grad()
+def test_scale_of_the_call():
+    """The module's scale is read in each call."""
+    model, served = map(copy.deepcopy, models("glm4_moe_lite"))
+    for each in (model, served):
+        attention_of(each).scaling *= 3.0
+    chunks = chunks_of("glm4_moe_lite")
+    wanted = logits(model, chunks, cache_of(model, False))
+    with dispatch.force("reference"), dispatch.served() as record:
+        found = logits(served, chunks, cache_of(model, False))
+    assert served_calls(record) and (found - wanted).abs().max() < LOGITS["cpu"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [name for name in LATENT if name not in INDEXED])
+def test_error_of_bf16(name):
+    """A dense model's logits of tokens are no further from fp64 than without ours."""
+    dense = {"first_k_dense_replace": 2, "mlp_layer_types": ["dense"] * 2}
+    model = random_model(name, **dense)
+    exact, served = copy.deepcopy(model).double(), copy.deepcopy(model).bfloat16()
+    chunks, errors = chunks_of(name, batch=8), []
+    right = logits(exact, chunks, cache_of(exact, False))
+    with dispatch.force("reference"):
+        kernel.kernelize(served, only=["attention", "norm"])
+        for each in (served, model.bfloat16()):
+            found = logits(each, chunks, cache_of(each, False))
+            errors.append(relative_error(found[:, 11:], right[:, 11:]))
+    assert errors[0] < 1.1 * errors[1]
+
+
+def test_patched_method():
+    """A method that the forward calls is one's own."""
+    model = random_model("glm4_moe_lite")
+    with dispatch.force("reference"):
+        kernel.kernelize(model)
+        attention, called = attention_of(model), []
+        own = type(attention).expand_kv
+
+        def expand_kv(*given):
+            called.append(1)
+            return own(attention, *given)
+
+        attention.expand_kv = expand_kv
+        with torch.no_grad():
+            cache = model(tokens(1, 6), use_cache=True).past_key_values
+            model(tokens(1, 1), past_key_values=cache)
+    assert len(called) == 2
+
+
+@pytest.mark.parametrize("name", ["glm4_moe_lite", "deepseek_v2"])
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+def test_graphs(graph, name, device, monkeypatch):
+    """Tokens of emulated CUDA graphs, in which ours compute them: on a GPU no value is read."""
+    monkeypatch.setattr(submodule("attention.checks"), "readable", lambda x: False)
+    model = decoding.tiny(name, device)
+    ids, mask = decoding.padded(2, 9, device)
+    wanted = decoding.generate(model, ids, graphed=False, attention_mask=mask)
+    with dispatch.force("reference"), dispatch.served() as record:
+        kernel.kernelize(model, cuda_graphs=True)
+        found = decoding.generate(model, ids, attention_mask=mask)
+    assert torch.equal(found, wanted) and graph.replays == decoding.NEW - 2
+    assert served_calls(record)
+
+
+@pytest.mark.parametrize("name", INDEXED)
+def test_indexers_are_refused(name):
+    model = random_model(name)
+    with dispatch.force("reference"):
+        report = kernel.kernelize(model)
+    reasons = {row.reason for row in report.rows if row.layer == "LatentAttention"}
+    assert reasons == {"its part indexer chooses the slots that it attends to"}

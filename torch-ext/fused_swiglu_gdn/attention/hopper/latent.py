@@ -1,0 +1,195 @@
+"""Latent attention of a few tokens with wgmma: slots as rows of both products, heads as columns.
+
+    S^T = c qa^T + r q_rot^T         [64, rows]     c [64, C] and r [64, R]: a block of slots
+    o^T = o^T shrink + c^T P^T       [C, rows]      the same block, transposed by its descriptor
+
+A block is copied while the one before it is computed. The other launches are the portable ones.
+"""
+
+from typing import Callable, Optional
+
+from ...runtime.gluon import (
+    async_copy,
+    fence_async_shared,
+    gl,
+    gluon,
+    launch_dependents,
+    wait_for_predecessor,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from ..call import LatentAttention
+from ..portable import latent
+from ..portable.latent import Form, takes
+
+LOG2E = gl.constexpr(1.4426950408889634)
+# by the most rows of queries: rows of a program, warps, whether P enters the product unrounded
+FORMS = ((16, 16, 4, True), (32, 32, 8, True), (None, 64, 8, False))
+
+
+@gluon.jit
+def _copy(c_rows, r_rows, cs, rs, at, stop, C: gl.constexpr, R: gl.constexpr, W: gl.constexpr):
+    """Begins the copy of 64 slots; those from stop on are zeros, and are not read."""
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [W, 1], [1, 0])
+    thin: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // R, R // 8], [W, 1], [1, 0])
+    slot = at + gl.arange(0, 64, layout=gl.SliceLayout(1, wide))
+    ch = gl.arange(0, C, layout=gl.SliceLayout(0, wide))
+    there = (slot < stop)[:, None] & (ch >= 0)[None, :]
+    rows = c_rows + slot.to(gl.int64)[:, None] * C + ch[None, :]
+    async_copy.async_copy_global_to_shared(cs, rows, mask=there)
+    slot = at + gl.arange(0, 64, layout=gl.SliceLayout(1, thin))
+    e = gl.arange(0, R, layout=gl.SliceLayout(0, thin))
+    there = (slot < stop)[:, None] & (e >= 0)[None, :]
+    rows = r_rows + slot.to(gl.int64)[:, None] * R + e[None, :]
+    async_copy.async_copy_global_to_shared(rs, rows, mask=there)
+    async_copy.commit_group()
+
+
+@gluon.jit(do_not_specialize=["B", "S", "SPLITS"])
+def _ring_kernel(
+    q_ptr,  # [B, ROWS, C + R]
+    c_ptr,  # [B, S, C]
+    r_ptr,  # [B, S, R]
+    len_ptr,  # [B], [] or None: all slots are filled
+    mask_ptr,  # [B or 1, T or 1, S] or None: each token attends to the slots up to its own
+    parts_ptr,  # fp32 [B, ROWS, SPLITS, C] and [2, B, ROWS, SPLITS]: maxima, to base 2, and sums
+    c_step,  # of B
+    r_step,
+    mask_steps,  # of B, T, S
+    len_step,
+    B,
+    S,
+    SPLITS,
+    scale2,  # times log2(e)
+    H: gl.constexpr,
+    ROWS: gl.constexpr,
+    C: gl.constexpr,
+    R: gl.constexpr,
+    BLOCK_R: gl.constexpr,
+    EXACT: gl.constexpr,
+    W: gl.constexpr,
+):
+    """BLOCK_R rows of queries over one part of the slots, with online softmax.
+
+    EXACT: P enters the second product as a high and a low half. The first block is copied before
+    the queries are there: the launch before this one is that of _absorb_kernel, which has waited
+    for all older ones and writes no latents.
+    """
+    DT: gl.constexpr = q_ptr.dtype.element_ty
+    TILES: gl.constexpr = (ROWS + BLOCK_R - 1) // BLOCK_R
+    LAST: gl.constexpr = ROWS // H - 1
+    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, W // 4], [16, BLOCK_R // (W // 4), 16])
+    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, BLOCK_R, 16])
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [W, 1], [1, 0])
+    thin: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // R, R // 8], [W, 1], [1, 0])
+    c_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, C], DT)
+    r_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, R], DT)
+    q_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_R, C], DT)
+    qr_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_R, R], DT)
+    p_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_R], DT)
+    cs = gl.allocate_shared_memory(DT, [2, 64, C], c_shared)
+    rs = gl.allocate_shared_memory(DT, [2, 64, R], r_shared)
+    qs = gl.allocate_shared_memory(DT, [BLOCK_R, C], q_shared)
+    qr = gl.allocate_shared_memory(DT, [BLOCK_R, R], qr_shared)
+    ps = gl.allocate_shared_memory(DT, [1 + EXACT, 64, BLOCK_R], p_shared)
+    pid = gl.program_id(0)
+    split = (pid // TILES) % SPLITS
+    first = (pid % TILES) * BLOCK_R
+    b = (pid // (TILES * SPLITS)).to(gl.int64)
+    length = S
+    if len_ptr is not None:
+        length = gl.minimum(gl.maximum(gl.load(len_ptr + b * len_step), 0), S).to(gl.int32)
+    size = gl.cdiv(gl.cdiv(length, 64), SPLITS) * 64
+    start = split * size
+    stop = gl.minimum(start + size, length)
+    c_rows = c_ptr + b * c_step
+    r_rows = r_ptr + b * r_step
+    _copy(c_rows, r_rows, cs.index(0), rs.index(0), start, stop, C, R, W)
+    wait_for_predecessor()
+    launch_dependents()
+    qrow = first + gl.arange(0, BLOCK_R, layout=gl.SliceLayout(1, wide))
+    ch = gl.arange(0, C, layout=gl.SliceLayout(0, wide))
+    rows = q_ptr + (b * ROWS + qrow)[:, None] * (C + R) + ch[None, :]
+    qs.store(gl.load(rows, mask=(qrow < ROWS)[:, None] & (ch >= 0)[None, :], other=0.0))
+    qrow = first + gl.arange(0, BLOCK_R, layout=gl.SliceLayout(1, thin))
+    e = gl.arange(0, R, layout=gl.SliceLayout(0, thin))
+    rows = q_ptr + (b * ROWS + qrow)[:, None] * (C + R) + C + e[None, :]
+    qr.store(gl.load(rows, mask=(qrow < ROWS)[:, None] & (e >= 0)[None, :], other=0.0))
+    row = first + gl.arange(0, BLOCK_R, layout=gl.SliceLayout(0, sl))
+    n = gl.arange(0, 64, layout=gl.SliceLayout(1, sl))
+    token = row // H
+    top = gl.full((BLOCK_R,), float("-inf"), gl.float32, gl.SliceLayout(0, sl))
+    total = gl.zeros((BLOCK_R,), gl.float32, gl.SliceLayout(0, sl))
+    acc = gl.zeros((C, BLOCK_R), gl.float32, al)
+    blank = gl.zeros((64, BLOCK_R), gl.float32, sl)
+    for i in range(gl.cdiv(stop - start, 64)):
+        buffer = i & 1
+        here = start + i * 64
+        _copy(c_rows, r_rows, cs.index(1 - buffer), rs.index(1 - buffer), here + 64, stop, C, R, W)
+        async_copy.wait_group(1)
+        fence_async_shared()
+        s = warpgroup_mma(cs.index(buffer), qs.permute((1, 0)), blank, use_acc=False, is_async=True)
+        s = warpgroup_mma(rs.index(buffer), qr.permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma_wait(0, (s,))
+        s = s * scale2
+        slot = here + n
+        if mask_ptr is None:
+            seen = slot[:, None] < gl.minimum(stop, length - LAST + token)[None, :]
+        else:
+            seen = (slot < stop)[:, None] & (row < ROWS)[None, :]
+            at = (b * mask_steps[0] + token * mask_steps[1])[None, :] + (
+                slot.to(gl.int64) * mask_steps[2]
+            )[:, None]
+            m = gl.load(mask_ptr + at, mask=seen, other=0)
+            if mask_ptr.dtype.element_ty == gl.int1:
+                seen = seen & (m != 0)
+            else:
+                s = s + m.to(gl.float32) * LOG2E
+        s = gl.where(seen, s, float("-inf"))
+        new = gl.maximum(top, gl.max(s, 0))
+        base = gl.where(new == float("-inf"), 0.0, new)
+        p = gl.exp2(s - base[None, :])
+        shrink = gl.exp2(top - base)
+        high = p.to(DT)
+        ps.index(0).store(high)
+        if EXACT:
+            ps.index(1).store((p - high.to(gl.float32)).to(DT))
+        fence_async_shared()
+        total = total * shrink + gl.sum(p, 0)
+        acc = acc * gl.convert_layout(shrink, gl.SliceLayout(0, al))[None, :]
+        turned = cs.index(buffer).permute((1, 0))
+        acc = warpgroup_mma(turned, ps.index(0), acc, is_async=True)
+        if EXACT:
+            acc = warpgroup_mma(turned, ps.index(1), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, (acc,))
+        top = new
+    async_copy.wait_group(0)
+    if start < stop:
+        place = (b * ROWS + row) * SPLITS + split
+        every = B.to(gl.int64) * (ROWS * SPLITS)
+        gl.store(parts_ptr + every * C + place, top, mask=row < ROWS)
+        gl.store(parts_ptr + every * (C + 1) + place, total, mask=row < ROWS)
+        arow = first + gl.arange(0, BLOCK_R, layout=gl.SliceLayout(0, al))
+        ach = gl.arange(0, C, layout=gl.SliceLayout(1, al))
+        places = (((b * ROWS + arow) * SPLITS + split) * C)[None, :] + ach[:, None]
+        gl.store(parts_ptr + places, acc, mask=(arow < ROWS)[None, :] & (ach >= 0)[:, None])
+
+
+def form_of(call: LatentAttention) -> Form:
+    rows = call.q.shape[1] * call.q.shape[2]
+    _, block_r, warps, exact = next(f for f in FORMS if f[0] is None or rows <= f[0])
+    return Form(_ring_kernel, block_r, 64, {"EXACT": exact, "W": warps, "num_warps": warps})
+
+
+def prepare_latent_attention(call: LatentAttention) -> Optional[Callable]:
+    """The function of portable/latent.py, for latents of 128 to 512 channels that begin at
+    multiples of 16 bytes."""
+    latents, rotated = call.latents, call.rotated
+    if (
+        not takes(call)
+        or latents.shape[3] < 128
+        or latents.stride(0) % 16
+        or rotated.stride(0) % 16
+    ):
+        return None
+    return latent.prepared(call, form_of)

@@ -1,0 +1,163 @@
+"""Latent attention of a few tokens: four launches, by shapes alone.
+
+The slots of each sequence are cut into parts that fill the device; their size follows from the
+length on the device, as in decode.py.
+"""
+
+from typing import Callable, NamedTuple, Optional
+
+import torch
+
+from ...runtime import device, tuning
+from ...runtime.cache import keep
+from ...runtime.dtypes import HALF
+from ...runtime.launch import Launch, kind_of, named
+from ...runtime.operation import on_copies
+from ...runtime.sizes import next_power_of_2
+from ..call import LatentAttention
+from .latent_kernels import _absorb_kernel, _attend_kernel, _combine_kernel, _finish_kernel
+from .latent_rope import prepare_latent_norm_rope  # noqa: F401
+
+MAX_TOKENS, MAX_LATENT, MAX_ROTARY, MAX_PARTS = 8, 512, 128, 128
+
+
+class Form(NamedTuple):
+    """A kernel over the parts of the slots."""
+
+    kernel: object
+    block_r: int  # rows of queries
+    block_n: int  # slots
+    values: dict  # constexprs of its own, and options
+
+
+def takes(call: LatentAttention) -> bool:
+    """True for up to 8 tokens in fp16 or bf16, with C 16 to 512 and R 16 to 128, powers of two."""
+    q, latents, rotated, weight, _, mask, (N, _) = call
+    (B, T, H, _), C, R = q.shape, latents.shape[3], rotated.shape[3]
+    return (
+        q.dtype in HALF
+        and 0 < T <= MAX_TOKENS
+        and B * H > 0
+        and 0 < N
+        and weight.shape[0] > H * N
+        and 16 <= C <= MAX_LATENT
+        and 16 <= R <= MAX_ROTARY
+        and C & (C - 1) == R & (R - 1) == 0
+        and latents.stride()[2:] == (C, 1)
+        and rotated.stride()[2:] == (R, 1)
+        and (mask is None or mask.dtype != torch.float64)
+    )
+
+
+def form_of(call: LatentAttention) -> Form:
+    """A form of the rows of queries as rows of products, for every GPU."""
+    where, C = call.q.device, call.latents.shape[3]
+    config = tuning.lookup("portable_latent_attention", where, C=C)
+    rows = call.q.shape[1] * call.q.shape[2]
+    block_r, warps = (16, 4) if rows <= 16 else (config["BLOCK_R"], config["num_warps"])
+    values = {"BLOCK_N": config["BLOCK_N"], "STAGES": config["num_stages"], "num_warps": warps,
+              "PDL": device.overlaps_launches(where)}  # fmt: skip
+    return Form(_attend_kernel, block_r, config["BLOCK_N"], values)
+
+
+def prepare_latent_attention(call: LatentAttention) -> Optional[Callable]:
+    """(q, latents, rotated, weight, cache_seqlens, mask) -> y [B, T, H, V]."""
+    return prepared(call, form_of) if takes(call) else None
+
+
+def prepared(call: LatentAttention, form_of: Callable) -> Callable:
+    if not (call.q.is_contiguous() and call.weight.is_contiguous()):
+
+        def copied(q, latents, rotated, weight, *more):
+            return q.contiguous(), latents, rotated, weight.contiguous(), *more
+
+        return on_copies(lambda call: prepared(call, form_of), call, copied)
+    launches = _Launches(call, form_of(call))
+    (B, T, H, V), C, R = launches.shape, call.latents.shape[3], call.rotated.shape[3]
+
+    def resized(*tensors):
+        attend, combine, size = launches.at(*tensors)
+
+        def run(q, latents, rotated, weight, cache_seqlens, mask):
+            qa, y = q.new_empty(B, T, H, C + R), q.new_empty(B, T, H, V)
+            parts = q.new_empty(size, dtype=torch.float32)
+            o = q.new_empty((B, T, H, C), dtype=torch.float32)
+            launches.absorb(q, weight, qa)
+            attend(qa, latents, rotated, cache_seqlens, mask, parts)
+            combine(parts, cache_seqlens, o)
+            launches.finish(o, weight, y)
+            return y
+
+        run.resized = resized
+        return run
+
+    return resized(*call.tensors)
+
+
+class _Launches:
+    """The launches of calls that differ in S and in strides of rows."""
+
+    def __init__(self, call: LatentAttention, form: Form):
+        q, latents, rotated, weight, cache_seqlens, _, (N, scale) = call
+        B, T, H, D = q.shape
+        C, R = latents.shape[3], rotated.shape[3]
+        V = weight.shape[0] // H - N
+        self.form, self.device, self.dtype, self.shape = form, q.device, q.dtype, (B, T, H, V)
+        self.scale2, self.B, self.rows, self.C, self.R = scale * 1.4426950408889634, B, T * H, C, R
+        many = cache_seqlens is not None and cache_seqlens.ndim > 0
+        self.step = cache_seqlens.stride(0) if many else 0
+        self.pdl = device.overlaps_launches(q.device)
+        self.early = {"launch_pdl": True} if self.pdl else {}
+        M, sizes = B * T, {"H": H, "N": N, "V": V, "C": C, "PDL": self.pdl}
+        BLOCK_M, BLOCK_V, BLOCK_C = min(64, max(16, next_power_of_2(M))), 32, min(64, C)
+        few = 1 if M <= 4 else 16  # tokens that share what is read of the weight in `finish`
+        self.absorb = self._launch(
+            _absorb_kernel, -(-M // BLOCK_M) * H * (C // BLOCK_C + 1), (M,), **sizes, R=R,
+            BLOCK_M=BLOCK_M, BLOCK_C=BLOCK_C, BLOCK_K=max(16, min(64, next_power_of_2(N))),
+        )  # fmt: skip
+        self.finish = self._launch(
+            _finish_kernel, -(-M // few) * H * -(-V // BLOCK_V), (M,), **sizes, BLOCK_M=few,
+            BLOCK_V=BLOCK_V, BLOCK_C=C if few == 1 else min(128, C),
+            num_warps=8 if few == 1 else 4,
+        )  # fmt: skip
+        self.made: dict = {}  # by the parts' constexpr and the kinds of what varies
+
+    def _launch(self, kernel, programs: int, numbers: tuple, **values) -> Launch:
+        constexprs, options = named(kernel, **{"num_warps": 4, **self.early, **values})
+        return Launch(
+            kernel, programs, self.device, numbers=numbers, constexprs=constexprs, options=options,
+            guarded=True,
+        )  # fmt: skip
+
+    def at(self, q, latents, rotated, weight, cache_seqlens, mask) -> tuple:
+        """(launch over the parts, launch that combines them, elements of the parts)."""
+        form, B, S, C, R = self.form, self.B, latents.shape[2], self.C, self.R
+        tiles = -(-self.rows // form.block_r)
+        most = min(device.multiprocessor_count(self.device.index) // (B * tiles), MAX_PARTS)
+        splits = max(1, min(most, -(-S // form.block_n)))
+        mask_steps = (0, 0, 0)
+        if mask is not None:
+            steps = zip((0, 2, 3), mask.shape[::2] + mask.shape[3:])
+            mask_steps = tuple([mask.stride(dim) if size > 1 else 0 for dim, size in steps])
+        c_step, r_step = (x.stride(0) if B > 1 else 0 for x in (latents, rotated))
+        numbers = (c_step, r_step, mask_steps, self.step, B, S, splits, self.scale2)
+        rest = (self.step, B, S, splits)
+        parts = next_power_of_2(splits)
+        key = (parts, kind_of(numbers))
+        known = self.made.get(key)
+        if known is None:
+            size = {"C": C, "ROWS": self.rows}
+            attend = self._launch(
+                form.kernel, B * tiles * splits, numbers, H=self.shape[2], R=R,
+                BLOCK_R=form.block_r, **size, **form.values,
+            )  # fmt: skip
+            block = min(64 if splits > 32 else 128, C)
+            combine = self._launch(
+                _combine_kernel, B * self.rows * (C // block), rest, PARTS=parts,
+                BLOCK_N=form.block_n, BLOCK_C=block, PDL=self.pdl, **size,
+            )  # fmt: skip
+            keep(self.made, key, (attend, combine))
+        else:
+            attend, combine = known[0].at(numbers), known[1].at(rest)
+            attend.grid = (B * tiles * splits, 1, 1)
+        return attend, combine, B * self.rows * splits * (C + 2)

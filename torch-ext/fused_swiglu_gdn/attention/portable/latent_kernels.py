@@ -1,0 +1,243 @@
+"""The kernels of latent attention of a few tokens, for every GPU.
+
+    absorb   qa[h] = q_nope[h] W_UK[h]                           [C], rounded once
+    attend   o[h] = softmax((qa[h] . c + q_rot[h] . r) scale + mask) c    in parts of the slots
+    combine  the parts of a row to one o, fp32                   [C]
+    finish   y[h] = W_UV[h] o[h]                                 [V]
+
+Sizes: B rows, T tokens, M = B T, H heads, ROWS = T H rows of queries, S slots, C latent and R
+rotary channels, N channels of a head without rotary embedding, V of a value head. The weight
+[H, N + V, C] is W_UK [H, N, C] and W_UV [H, V, C].
+"""
+
+import triton
+import triton.language as tl
+
+from ...runtime.primitives import after_predecessor
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def latent_parts(len_ptr, b, len_step, S, SPLITS, BLOCK_N: tl.constexpr):
+    """(filled slots of row b, slots of a part: a multiple of BLOCK_N)."""
+    length = S
+    if len_ptr is not None:
+        length = tl.minimum(tl.maximum(tl.load(len_ptr + b * len_step), 0), S).to(tl.int32)
+    return length, tl.cdiv(tl.cdiv(length, BLOCK_N), SPLITS) * BLOCK_N
+
+
+@triton.jit(do_not_specialize=["M"])
+def _absorb_kernel(
+    q_ptr,  # [M, H, N + R]
+    w_ptr,  # [H, N + V, C]
+    y_ptr,  # [M, H, C + R]
+    M,
+    H: tl.constexpr,
+    N: tl.constexpr,
+    R: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK_C latent channels of one head's queries, or a copy of their rotary channels."""
+    after_predecessor(PDL)
+    BLOCKS: tl.constexpr = C // BLOCK_C + 1
+    pid = tl.program_id(0)
+    block = pid % BLOCKS
+    h = (pid // BLOCKS) % H
+    m = (pid // (BLOCKS * H)) * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = q_ptr + (m[:, None] * H + h) * (N + R)
+    y = y_ptr + (m[:, None] * H + h) * (C + R)
+    if block < C // BLOCK_C:
+        n = tl.arange(0, BLOCK_K)
+        ch = block * BLOCK_C + tl.arange(0, BLOCK_C)
+        acc = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
+        for k in tl.static_range(0, N, BLOCK_K):
+            at = h.to(tl.int64) * (N + V) + k + n
+            there = k + n < N
+            w = tl.load(w_ptr + at[:, None] * C + ch[None, :], mask=there[:, None], other=0.0)
+            q = tl.load(rows + k + n[None, :], mask=(m < M)[:, None] & there[None, :], other=0.0)
+            acc = tl.dot(q, w, acc)
+        tl.store(y + ch[None, :], acc.to(y_ptr.dtype.element_ty), mask=(m < M)[:, None])
+    else:
+        e = tl.arange(0, R)[None, :]
+        tl.store(y + C + e, tl.load(rows + N + e, mask=(m < M)[:, None]), mask=(m < M)[:, None])
+
+
+@triton.jit(do_not_specialize=["B", "S", "SPLITS"])
+def _attend_kernel(
+    q_ptr,  # [B, ROWS, C + R]
+    c_ptr,  # [B, S, C]
+    r_ptr,  # [B, S, R]
+    len_ptr,  # [B], [] or None: all slots are filled
+    mask_ptr,  # [B or 1, T or 1, S] or None: each token attends to the slots up to its own
+    parts_ptr,  # fp32 [B, ROWS, SPLITS, C] and [2, B, ROWS, SPLITS]: maxima, to base 2, and sums
+    c_step,  # of B
+    r_step,
+    mask_steps,  # of B, T, S
+    len_step,
+    B,
+    S,
+    SPLITS,
+    scale2,  # times log2(e)
+    H: tl.constexpr,
+    ROWS: tl.constexpr,
+    C: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK_R rows of queries over one part of the slots, with online softmax.
+
+    P enters the product with the latents as a high and a low half, so that it is not rounded.
+    """
+    TILES: tl.constexpr = (ROWS + BLOCK_R - 1) // BLOCK_R
+    pid = tl.program_id(0)
+    split = (pid // TILES) % SPLITS
+    row = (pid % TILES) * BLOCK_R + tl.arange(0, BLOCK_R)
+    b = (pid // (TILES * SPLITS)).to(tl.int64)
+    ch = tl.arange(0, C)
+    e = tl.arange(0, R)
+    n = tl.arange(0, BLOCK_N)
+    length, size = latent_parts(len_ptr, b, len_step, S, SPLITS, BLOCK_N)
+    start = split * size
+    stop = tl.minimum(start + size, length)
+    real = row < ROWS
+    token = row // H
+    after_predecessor(PDL)
+    q_rows = q_ptr + (b * ROWS + row) * (C + R)
+    q = tl.load(q_rows[:, None] + ch[None, :], mask=real[:, None], other=0.0)
+    qr = tl.load(q_rows[:, None] + C + e[None, :], mask=real[:, None], other=0.0)
+    top = tl.full((BLOCK_R,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_R,), tl.float32)
+    acc = tl.zeros((BLOCK_R, C), tl.float32)
+    for at in tl.range(start, stop, BLOCK_N, num_stages=STAGES):
+        here = at + n < stop
+        slot = (at + n).to(tl.int64)
+        c = tl.load(
+            c_ptr + b * c_step + slot[:, None] * C + ch[None, :], mask=here[:, None], other=0.0
+        )
+        k = tl.load(
+            r_ptr + b * r_step + slot[:, None] * R + e[None, :], mask=here[:, None], other=0.0
+        )
+        s = tl.dot(q, tl.trans(c))  # [BLOCK_R, BLOCK_N]
+        s = tl.dot(qr, tl.trans(k), s) * scale2
+        if mask_ptr is None:
+            seen = (at + n)[None, :] < tl.minimum(stop, length - (ROWS // H - 1) + token)[:, None]
+        else:
+            seen = here[None, :] & real[:, None]
+            m = tl.load(
+                mask_ptr + b * mask_steps[0] + token[:, None] * mask_steps[1]
+                + slot[None, :] * mask_steps[2],
+                mask=seen, other=0,
+            )  # fmt: skip
+            if mask_ptr.dtype.element_ty == tl.int1:
+                seen &= m != 0
+            else:
+                s += m.to(tl.float32) * LOG2E
+        s = tl.where(seen, s, float("-inf"))
+        new = tl.maximum(top, tl.max(s, 1))
+        base = tl.where(new == float("-inf"), 0.0, new)
+        p = tl.exp2(s - base[:, None])
+        shrink = tl.exp2(top - base)
+        total = total * shrink + tl.sum(p, 1)
+        acc = acc * shrink[:, None]
+        high = p.to(c.dtype)
+        acc = tl.dot(high, c, acc)
+        acc = tl.dot((p - high.to(tl.float32)).to(c.dtype), c, acc)
+        top = new
+    if start < stop:
+        place = (b * ROWS + row) * SPLITS + split
+        rows = B.to(tl.int64) * (ROWS * SPLITS)
+        tl.store(parts_ptr + place[:, None] * C + ch[None, :], acc, mask=real[:, None])
+        tl.store(parts_ptr + rows * C + place, top, mask=real)
+        tl.store(parts_ptr + rows * (C + 1) + place, total, mask=real)
+
+
+@triton.jit(do_not_specialize=["B", "S", "SPLITS"])
+def _combine_kernel(
+    parts_ptr,  # fp32 [B, ROWS, SPLITS, C] and [2, B, ROWS, SPLITS]
+    len_ptr,
+    o_ptr,  # fp32 [B, ROWS, C]
+    len_step,
+    B,
+    S,
+    SPLITS,
+    ROWS: tl.constexpr,
+    C: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Combines BLOCK_C channels of one row. A row that attends to no slot is 0."""
+    pid = tl.program_id(0)
+    row = (pid // (C // BLOCK_C)).to(tl.int64)
+    ch = (pid % (C // BLOCK_C)) * BLOCK_C + tl.arange(0, BLOCK_C)
+    part = tl.arange(0, PARTS)
+    length, size = latent_parts(len_ptr, row // ROWS, len_step, S, SPLITS, BLOCK_N)
+    made = (part < SPLITS) & (part * size < length)
+    place = row * SPLITS + part
+    rows = B.to(tl.int64) * (ROWS * SPLITS)
+    after_predecessor(PDL)
+    top = tl.load(parts_ptr + rows * C + place, mask=made, other=float("-inf"))
+    total = tl.load(parts_ptr + rows * (C + 1) + place, mask=made, other=0.0)
+    acc = tl.load(parts_ptr + place[:, None] * C + ch[None, :], mask=made[:, None], other=0.0)
+    most = tl.max(top, 0)
+    share = tl.exp2(top - tl.where(most == float("-inf"), 0.0, most))
+    total = tl.sum(share * total, 0)
+    o = tl.sum(share[:, None] * acc, 0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(o_ptr + row * C + ch, o)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _finish_kernel(
+    o_ptr,  # fp32 [M, H, C]
+    w_ptr,  # [H, N + V, C]
+    y_ptr,  # [M, H, V]
+    M,
+    H: tl.constexpr,
+    N: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK_V channels of one head's values, of one token in fp32; of more, o enters the product as
+    a high and a low half.
+
+    The weight is read before the launches of this call have ended, none of which writes it; all
+    older ones have.
+    """
+    BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    pid = tl.program_id(0)
+    h = (pid // BLOCKS) % H
+    m = (pid // (BLOCKS * H)) * BLOCK_M + tl.arange(0, BLOCK_M)
+    v = (pid % BLOCKS) * BLOCK_V + tl.arange(0, BLOCK_V)
+    ch = tl.arange(0, BLOCK_C)[None, :]
+    rows = w_ptr + (h.to(tl.int64) * (N + V) + N + v[:, None]) * C
+    o_rows = o_ptr + (m[:, None].to(tl.int64) * H + h) * C
+    w = tl.load(rows + ch, mask=(v < V)[:, None], other=0.0)
+    after_predecessor(PDL)
+    y = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
+    for first in tl.static_range(0, C, BLOCK_C):
+        if first > 0:
+            w = tl.load(rows + first + ch, mask=(v < V)[:, None], other=0.0)
+        o = tl.load(o_rows + first + ch, mask=(m < M)[:, None], other=0.0)
+        if BLOCK_M == 1:
+            y += tl.sum(w.to(tl.float32) * o, 1)[None, :]
+        else:
+            high = o.to(w.dtype)
+            y = tl.dot(high, tl.trans(w), y)
+            y = tl.dot((o - high.to(tl.float32)).to(w.dtype), tl.trans(w), y)
+    inside = (m < M)[:, None] & (v < V)[None, :]
+    at = (m[:, None].to(tl.int64) * H + h) * V + v[None, :]
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)

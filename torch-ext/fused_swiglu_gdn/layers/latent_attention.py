@@ -1,0 +1,215 @@
+"""Multi-head latent attention: a few tokens over a cache, in absorbed form, and all around it.
+
+transformers keeps latents in the cache and sends the whole cache through kv_b_proj at every token.
+Here a few tokens attend to the latents themselves. Prompts, gradients and every other call are the
+class's own forward.
+
+Sizes: B rows, T tokens, H heads, C latent and R rotary channels, N channels of a head without
+rotary embedding, V of a value head, S slots of a cache.
+"""
+
+import functools
+import sys
+from typing import Callable, NamedTuple, Optional, Tuple
+
+import torch
+from torch import nn
+
+from ..attention import ops
+from ..attention.api import fused_latent_norm_rope, latent_attention_with_kvcache
+from ..runtime import dispatch
+from .attention import SIXTEEN, Updates, by_torch, is_transformers_own, slots_of
+from .forward import Arguments, Interface, Value, Word, Words, forward_by
+from .norm import parameters_of_norm
+from .own_code import Pinned
+from .plain import PLAIN_TENSORS, parameters_of
+from .projections import projections
+
+KERNEL = (ops.LATENT, "latent_attention")
+MOST = 8  # tokens: from some 170 on the expanded form takes fewer operations
+LATENTS, ROTATED = (128, 256, 512), (16, 32, 64, 128)  # C and R of kernels
+
+
+class LatentForm(NamedTuple):
+    """A class of latent attention modules, and the form of its forward."""
+
+    kind: type
+    pinned: Pinned
+    guards: Tuple[Tuple[str, object], ...]
+    arguments: Arguments
+    checks: Tuple[Callable, ...]  # (module, arguments by name) -> whether a call is one of ours
+    tables: Optional[str]  # the argument that is cos and sin, or both as one complex tensor
+    cache: Optional[str]  # the argument that is updated
+    mask: Optional[str]
+    positions: Optional[str]  # the argument by which queries are scaled
+    index: Optional[Word]  # of the cache's layer
+    updates: Tuple[Word, ...]  # what the cache's update gets besides, by position
+    updates_with: Tuple[Word, ...]  # and by keyword
+    queries: Tuple[str, ...]  # the projection, or one, its norm and another one
+    kv_a: str  # makes latents and the key's rotary channels
+    kv_norm: str  # of the latents
+    kv_b: str  # expands latents
+    out: str
+    gate: Optional[str]  # of each head, behind a sigmoid in fp32
+    rotary: Optional[str]  # of attention.checks.ROTARY; None: no rotary embedding
+    sizes: Tuple[int, int, int, int]  # C, R, N, V
+    implementation: Word  # what transformers' registry is asked for
+    words: Tuple[Word, ...]  # keywords of the attention function in evaluation,
+    training_words: Tuple[Word, ...]  # and in training
+    rests: bool  # it also gets the keywords that the forward has no name for
+    eager: Callable  # the attention function of implementation "eager"
+
+
+@functools.lru_cache(maxsize=1024)
+def forward_of(form: LatentForm) -> Callable:
+    """Returns a forward for the modules of a class: ours, or the class's own for other calls."""
+    return forward_by(form, LatentAttention(form).served, "LatentAttention", compiled=False)
+
+
+def scale_by_position(positions: torch.Tensor, rope_parameters: dict) -> torch.Tensor:
+    """The factor of a token's queries (Llama 4, Mistral 4), [B, T, 1, 1]; positions [B, T]."""
+    beta, most = (rope_parameters.get(name) for name in POSITION_SCALE)
+    return (1 + beta * torch.log(1 + torch.floor(positions / most)))[:, :, None, None]
+
+
+POSITION_SCALE = ("llama_4_scaling_beta", "original_max_position_embeddings")
+
+
+class LatentAttention:
+    """A form, prepared for calls."""
+
+    def __init__(self, form: LatentForm):
+        self.form = form
+        self.interface, self.index = Interface(form.implementation, form.eager), Value(form.index)
+        self.words, self.updates = Words(form.words), Updates(form)
+
+    def served(
+        self, attention: nn.Module, x: torch.Tensor, given: dict, rest: dict
+    ) -> Optional[tuple]:
+        """The module's output for these arguments, or None if the class's own forward must run."""
+        form, (C, R, N, _) = self.form, self.form.sizes
+        past, mask = given.get(form.cache), given.get(form.mask)
+        if form.positions is not None and given.get(form.positions) is None:
+            return None
+        if past is None or attention.training or x.ndim != 3 or not 0 < x.shape[1] <= MOST:
+            return None
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
+            return None
+        if not _has_kernels(x, C, R) or not form.pinned.unchanged(attention, form.guards):
+            return None
+        B, T = x.shape[:2]
+        own_tables, parts = given.get(form.tables), attention.__dict__["_modules"]
+        words = self.words.made(attention, given, rest, own_tables)
+        more = rest if form.rests else {}
+        function, tables = self.interface.of(attention, given), _tables(form, own_tables, x, R)
+        norm, linear = parameters_of_norm(parts[form.kv_norm]), parameters_of(parts[form.kv_b])
+        if tables is None or not _is_plain(norm, x) or linear is None or linear[0][1] is not None:
+            return None
+        if words.get("dropout") or more.get("dropout") or not by_torch(function, words, more):
+            return None
+        weight, (norm_weight, eps, _, _) = linear[0][0], norm
+        if weight.dtype is not x.dtype or weight.device != x.device:
+            return None
+        index = self.index.of(attention, given)
+        slots = slots_of(past, index, x[:, :, None])
+        filled = slots.keys.shape[2] if slots is not None else _grown(past, index, x)
+        if filled is None or not _attends(mask, B, T, filled):
+            return None
+        first, *others = form.queries
+        q, kv = projections(x, parts[first], parts[form.kv_a], unpatched=True)
+        if others:
+            q = projections(parts[others[0]](q), parts[others[1]], unpatched=True)[0]
+        q, turn = q.view(B, T, -1, N + R), {"eps": eps, "rotary": form.rotary or "halves"}
+        length = None
+        if slots is not None:
+            length = slots.cumulative_length
+            fused_latent_norm_rope(
+                q, kv, norm_weight, *tables, **turn, latent_cache=slots.keys,
+                rotated_cache=slots.values, cache_position=length,
+            )  # fmt: skip
+            length.add_(T)
+            latents, rotated = slots.keys, slots.values
+        else:
+            new = fused_latent_norm_rope(q, kv, norm_weight, *tables, **turn)
+            latents, rotated = self.updates.of(past, *new, index, attention, given, rest)
+        if form.positions is not None:
+            scale = scale_by_position(given[form.positions], attention.config.rope_parameters)
+            q = q * scale.to(q.dtype)
+        out = latent_attention_with_kvcache(
+            q, latents, rotated, weight, length, qk_nope_head_dim=N, attention_mask=mask,
+            softmax_scale=words.get("scaling", more.get("scaling")),
+        )  # fmt: skip
+        if form.gate is not None:
+            out = out * torch.sigmoid(parts[form.gate](x).float()).to(x.dtype).unsqueeze(-1)
+        return projections(out.reshape(B, T, -1), parts[form.out], unpatched=True)[0], None
+
+
+def _has_kernels(x: torch.Tensor, C: int, R: int) -> bool:
+    if dispatch.forced is not None:
+        return True
+    fits = x.dtype in SIXTEEN and C in LATENTS and R in ROTATED
+    return fits and dispatch.has_kernels_at(*KERNEL, x.device)
+
+
+def _is_plain(norm: Optional[tuple], x: torch.Tensor) -> bool:
+    """True if the norm is x / rms(x) times a weight of the same dtype."""
+    if norm is None or norm[0] is None:
+        return False
+    weight, _, casting_mode, offset = norm
+    alike = weight.dtype is x.dtype and weight.device == x.device
+    return alike and casting_mode == "llama" and offset == 0.0
+
+
+def _tables(form: LatentForm, tables, x: torch.Tensor, R: int) -> Optional[tuple]:
+    """cos and sin for fused_latent_norm_rope, both None without rotary embedding; None if they do
+    not fit."""
+    if form.rotary is None:
+        return None, None
+    if isinstance(tables, torch.Tensor):
+        if not tables.is_complex():
+            return None
+        cos, sin, width = tables.real, tables.imag, R // 2
+    else:
+        cos, sin = tables
+        if cos.dtype is not x.dtype or sin.dtype is not x.dtype:
+            return None
+        width = R
+    if cos.shape != sin.shape or cos.device != x.device or sin.device != x.device:
+        return None
+    if cos.ndim != 3 or cos.shape[0] not in (1, x.shape[0]) or cos.shape[1:] != (x.shape[1], width):
+        return None
+    if form.rotary != "halves" and width == R:
+        return cos[..., : R // 2], sin[..., : R // 2]
+    return cos, sin
+
+
+def _grown(cache, index: int, x: torch.Tensor) -> Optional[int]:
+    """How many slots the layer of a cache that grows has after an update with the tokens of x
+    [B, T, D]; None of any other cache."""
+    caches = sys.modules.get("transformers.cache_utils")
+    if caches is None or type(cache) not in (caches.Cache, caches.DynamicCache):
+        return None
+    if not is_transformers_own(caches, cache, caches.DynamicLayer):
+        return None
+    if index >= len(cache.layers):
+        return x.shape[1] if cache.layer_class_to_replicate is caches.DynamicLayer else None
+    layer = cache.layers[index]
+    if type(layer) is not caches.DynamicLayer or "update" in layer.__dict__:
+        return None
+    if not layer.is_initialized:
+        return x.shape[1]
+    keys = layer.keys
+    alike = type(keys) in PLAIN_TENSORS and keys.dtype is x.dtype and keys.device == x.device
+    if not alike or keys.ndim != 4 or keys.shape[:2] != (x.shape[0], 1):
+        return x.shape[1] if alike and not keys.numel() else None
+    return keys.shape[2] + x.shape[1]
+
+
+def _attends(mask, B: int, T: int, slots: int) -> bool:
+    """True for a mask that latent_attention_with_kvcache takes, or none for a single token."""
+    if mask is None:
+        return T == 1
+    if type(mask) not in PLAIN_TENSORS or mask.ndim != 4 or mask.shape[3] != slots:
+        return False
+    plain = mask.dtype is torch.bool or mask.is_floating_point()
+    return plain and mask.shape[0] in (1, B) and mask.shape[1] == 1 and mask.shape[2] in (1, T)
