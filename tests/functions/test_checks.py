@@ -138,7 +138,7 @@ BAD = [
     (chunk(cu_seqlens=ints(1, 8)), ValueError, ["cu_seqlens", "start with 0", "1"]),
     (chunk(cu_seqlens=ints(0, 5, 3, 8), initial_state=None), ValueError,
      ["cu_seqlens", "not decrease", "3", "5"]),
-    (chunk(cu_seqlens=ints(0, 7)), ValueError, ["cu_seqlens", "end with", "8", "7"]),
+    (chunk(cu_seqlens=ints(0, 9)), ValueError, ["cu_seqlens", "end with at most", "8", "9"]),
     (chunk(cu_seqlens=ints(0, 8).view(1, 2)), ValueError, ["cu_seqlens", "[N + 1]", "[1, 2]"]),
     (chunk(cu_seqlens=ints()), ValueError, ["cu_seqlens", "cumulative", "[0]"]),
     (chunk(cu_seqlens=ints(0, 4, 8)), ValueError, ["initial_state", "[2, 4, 6, 5]", "[1, 4"]),

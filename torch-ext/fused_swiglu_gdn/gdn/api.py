@@ -62,8 +62,9 @@ def chunk_gated_delta_rule(
         allow_neg_eigval: with use_beta_sigmoid_in_kernel alone: 2 * sigmoid(beta) is used.
         state_v_first: states are [N, HV, V, K].
         cu_seqlens: [N + 1], int32 or int64, cumulative lengths of N sequences packed into a batch
-            of one (as in FlashAttention); sequences may be empty. On a GPU its values are not
-            checked, because that would block the host.
+            of one (as in FlashAttention); sequences may be empty. Tokens behind the last one are
+            padding: their outputs and gradients are zero. On a GPU its values are not checked,
+            because that would block the host.
         use_gate_in_kernel: g is raw; -exp(A_log) * softplus(g + dt_bias) is used.
         A_log, dt_bias: [HV], for use_gate_in_kernel; dt_bias may be None.
         state_indices: [N], int32 or int64: sequence n starts from row state_indices[n] of the pool

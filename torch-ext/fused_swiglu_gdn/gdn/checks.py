@@ -32,14 +32,17 @@ from .call import GdnCall, GdnOptions, RecurrentCall, RecurrentOptions
 MAX_HEAD_DIM = 256
 
 
-def gated_delta_rule(call, use_gate_in_kernel: bool, written: bool = True) -> None:
+def gated_delta_rule(
+    call, use_gate_in_kernel: bool, written: bool = True, padded: bool = False
+) -> None:
     """Checks the fields that GdnCall and RecurrentCall share; a scale of None is the default.
 
-    written: the call writes rows of state_indices; rows that are only read may be shared.
+    written: the call writes rows of state_indices; rows that are only read may be shared. padded:
+    as holds_cu_seqlens has it.
     """
     _shapes(call, use_gate_in_kernel)
     if call.cu_seqlens is not None:
-        holds_cu_seqlens("cu_seqlens", call.cu_seqlens, call.T)
+        holds_cu_seqlens("cu_seqlens", call.cu_seqlens, call.T, padded)
     if call.state_indices is not None:
         null = getattr(call.options, "null_index", -1)
         rows = call.initial_state.shape[0]
@@ -242,7 +245,7 @@ def in_chunks(call, use_gate: object, written: bool):
     rule_flags(options, use_gate)
     checkpoint_every(options.checkpoint_every)
     state_dtype(options.state_dtype)
-    gated_delta_rule(call, use_gate, written)
+    gated_delta_rule(call, use_gate, written, padded=True)
     if written and call.state_indices is not None:
         pool_is_written(call.initial_state)
     return with_scale(call)

@@ -74,8 +74,9 @@ def chunk_kda(
         return_intermediate_states: refused; see checkpoint_every.
         state_v_first: states are [N, HV, V, K].
         cu_seqlens: [N + 1], int32 or int64, cumulative lengths of N sequences packed into a batch
-            of one (as FlashAttention has it); sequences may be empty. On a GPU its values are not
-            checked, which would stop the host.
+            of one (as FlashAttention has it); sequences may be empty. Tokens behind the last one
+            are padding: their outputs and gradients are zero. On a GPU its values are not checked,
+            which would stop the host.
         cu_seqlens_cpu: accepted, and not needed.
         cp_context: refused.
         use_graph, max_num_seqs: accepted, and change nothing: a CUDA graph can capture any call.

@@ -168,14 +168,21 @@ def readable(x: Optional[torch.Tensor]) -> bool:
     return x is not None and x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def holds_cu_seqlens(name: str, cu_seqlens: Optional[torch.Tensor], total: int) -> None:
-    """Checks that cumulative lengths start with 0, end with `total` and never decrease."""
+def holds_cu_seqlens(
+    name: str, cu_seqlens: Optional[torch.Tensor], total: int, padded: bool = False
+) -> None:
+    """Checks that cumulative lengths start with 0, end with `total` and never decrease.
+
+    padded: they may end before, and what is behind is padding.
+    """
     if not readable(cu_seqlens):
         return
     values = cu_seqlens.tolist()
     if values[0] != 0:
         raise ValueError(f"{name} must start with 0, got {values[0]}")
-    if values[-1] != total:
+    if padded and values[-1] > total:
+        raise ValueError(f"{name} must end with at most {total}, the tokens, got {values[-1]}")
+    if not padded and values[-1] != total:
         raise ValueError(f"{name} must end with the number of tokens, {total}, got {values[-1]}")
     for n, (a, b) in enumerate(zip(values, values[1:])):
         if b < a:

@@ -21,6 +21,7 @@ from ..call import GdnBackward
 from ..portable.backward import APART, TOKENS, configuration, lies_near
 from ..portable.backward_beta import small_betas
 from ..portable.backward_gates import Gates
+from ..portable.padding import padding_launch
 from ..portable.primitives import kv_strides, on_read
 from .gradient import gdn_gradient_kernel
 from .gradient_states import gdn_states_kernel
@@ -62,12 +63,13 @@ class _Gradient:
 
     __slots__ = (
         "where", "values_only", "prepare", "own", "reverse", "forward", "chunks", "gates", "betas",
-        "workspace",
+        "workspace", "padding",
     )  # fmt: skip
 
     def __init__(self, call: GdnBackward):
         do, d_final, prepared = call.do, call.d_final_state, call.prepared
         self.values_only, self.where = call.options.values_only, call.device
+        self.padding = padding_launch(call)
         low, fp32 = call.q.dtype, torch.float32
         self.prepare, blocks = None if prepared else prepare_of(call), ()
         self.own = isinstance(self.prepare, Prepare)
@@ -90,7 +92,10 @@ class _Gradient:
 
     def __call__(self, *tensors) -> tuple:
         with device.on(self.where):
-            return self._launched(*tensors)
+            gradients = self._launched(*tensors)
+            if self.padding is not None:
+                self.padding(tensors[8], *gradients[:5])
+        return gradients
 
     def _launched(
         self, q, k, v, g, beta, A_log, dt_bias, initial, cu_seqlens, do, d_final, *prepared

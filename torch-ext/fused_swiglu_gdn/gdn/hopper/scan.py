@@ -64,6 +64,25 @@ def _load_partition(u, h0_ptr, hT_ptr, ck_ptr, o_ptr, V_FIRST: gl.constexpr):
         tma_load(u.f_desc, [block * FACTORS], full, u.f_smem.index(s))
         tma_load(u.t_desc, [block * C, 0], full, u.t_smem.index(s))
         tma_load(u.p_desc, [block * C, 0], full, u.p_smem.index(s))
+    if u.packed:
+        _zero_padding(u, o_ptr)
+
+
+@gluon.jit
+def _zero_padding(u, o_ptr):
+    """Zeroes this CTA's columns of tokens behind the last packed sequence; one warp, under the
+    last chunks."""
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    t = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(1, ROWS)), 1)
+    d = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, ROWS)), 0)
+    zero = gl.zeros((4, 64), o_ptr.dtype.element_ty, ROWS)
+    first = u.padding
+    while first < u.tokens:
+        for token in range(first, gl.minimum(first + C, u.tokens), 4):
+            at = o_ptr + ((token + t).to(gl.int64) * u.heads + u.head) * D + u.column + d
+            for w in gl.static_range(u.W):
+                gl.store(at + w * u.second, zero, mask=token + t < u.tokens)
+        first += u.padding_step
 
 
 @gluon.jit
@@ -281,6 +300,7 @@ def gdn_scan_fwd_kernel(
     o_smem = gl.allocate_shared_memory(o_desc.dtype, [W, C, 64], LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    PACKED: gl.constexpr = cu_ptr is not None
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=W)
@@ -292,7 +312,7 @@ def gdn_scan_fwd_kernel(
     )  # fmt: skip
     u = Unit(
         q_desc, k_desc, v_desc, o_desc, t_desc, p_desc, f_desc, e_desc, q_smem, k_smem, v_smem,
-        t_smem, p_smem, f_smem, e_smem, o_smem, full, empty, *where, W,
+        t_smem, p_smem, f_smem, e_smem, o_smem, full, empty, *where, PACKED, W,
     )  # fmt: skip
     args = (u, h0_ptr, hT_ptr, ck_ptr, o_ptr, V_FIRST)
     # Triton passes args to the workers through memory that the reductions in `place` may still use.

@@ -10,6 +10,7 @@ The device decides, per head.
 from ...runtime.gluon import add, gl, gluon, record, tma, wait_for_predecessor
 from ...runtime.primitives import sequence_bounds
 from ..portable.cuts import FORGOTTEN, chunk_at_cut, count_segments
+from ..portable.padding import first_padding
 from .primitives import RAGGED_END, C, D
 
 MIN_SEGMENT = gl.constexpr(16)  # chunks
@@ -64,6 +65,10 @@ class Unit:
     next_ck: gl.tensor  # the chunk at whose end the first checkpoint is due
     ck_row: gl.tensor  # its row times HV plus the head
     carry: gl.tensor  # the token behind the cut whose state is read or written
+    padding: gl.tensor  # the first token behind all sequences that this CTA zeroes
+    padding_step: gl.tensor  # from there to the next 64 of them
+    tokens: gl.tensor  # of a row of the batch
+    packed: gl.constexpr
     W: gl.constexpr  # state warpgroups
 
 
@@ -194,7 +199,7 @@ def place(
     cu_ptr, index_ptr, decay_ptr, warm_ptr, T, HV, H, N, every, split, pool_step, transition,
     IN_PLACE: gl.constexpr, W: gl.constexpr, BY_LENGTHS: gl.constexpr,
 ):  # fmt: skip
-    """The fields of Unit from `batch` to `carry` for this CTA; arguments as for the kernel."""
+    """The fields of Unit from `batch` to `tokens` for this CTA; arguments as for the kernel."""
     second = gl.where(transition != 0, D, 64)
     slices = second * 2 // (64 * W)
     pid = gl.program_id(0)
@@ -206,12 +211,15 @@ def place(
         tokens = T
         start = n * T
         batch, end, row = n * 0, n, n * 0
+        padding = T
         block = n * ((T + C - 1) // C)
         checkpoint = n * (T // (every * C))
     else:
         n, i = slot // split, slot % split
         if gl.num_programs(0) != N * split * slices * HV:
             n, i = _sequence(cu_ptr, slot, N)
+        padding = first_padding(cu_ptr, T, N).to(gl.int32) + slot * C
+        padding = gl.where(transition != 0, T, padding)
         start, end = sequence_bounds(cu_ptr, n, T)
         start, end = start.to(gl.int32), end.to(gl.int32)
         tokens = end - start
@@ -269,4 +277,5 @@ def place(
         work + warm, silent, zeros, source, target, pool_step,
         pool_step if IN_PLACE else HV * (D * D), whole - first, every,
         (passed + 1) * every - 1 - first, (checkpoint + passed) * HV + head, carry,
+        padding, gl.num_programs(0) // (slices * HV) * C, T,
     )  # fmt: skip

@@ -20,6 +20,7 @@ from .backward_gates import Gates
 from .backward_key import key_launch
 from .backward_query import query_launch
 from .backward_states import States
+from .padding import padding_launch
 from .prepare import Prepare
 from .primitives import FAR, are_served, on_read
 
@@ -99,12 +100,14 @@ class _Gradient:
     """The launches for all calls with the same shapes, strides, dtypes and options; K and V are
     powers of two."""
 
-    __slots__ = ("where", "prepare", "states", "shapes", "query", "key", "gates", "betas")
+    __slots__ = (
+        "where", "prepare", "states", "shapes", "query", "key", "gates", "betas", "padding",
+    )  # fmt: skip
 
     def __init__(self, call: GdnBackward):
         do, size, rows, HV = call.do, call.q.element_size(), call.rows, call.HV
         config = configuration(call.N * HV, call.K, call.V, size, call.device)
-        self.where = call.device
+        self.where, self.padding = call.device, padding_launch(call)
         self.prepare = None if call.prepared else Prepare(call)
         self.states = States(call, do, call.d_final_state, config["states"])
         self.query = None
@@ -121,7 +124,10 @@ class _Gradient:
 
     def __call__(self, *tensors) -> tuple:
         with device.on(self.where):
-            return self._launched(*tensors)
+            gradients = self._launched(*tensors)
+            if self.padding is not None:
+                self.padding(tensors[8], *gradients[:5])
+        return gradients
 
     def _launched(
         self, q, k, v, g, beta, A_log, dt_bias, initial, cu_seqlens, do, d_final, tb, p, f

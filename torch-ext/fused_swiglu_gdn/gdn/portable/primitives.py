@@ -16,6 +16,7 @@ from ...runtime.primitives import sequence_bounds
 from ..call import GdnCall
 from ..chunks import CHUNK
 
+SCALES = 2**-10, 2**5  # the least and the largest in fp16
 FAR = 2**25  # from such a step between tokens on, offsets inside a chunk have more than 32 bits
 # fp32 products to fp32's accuracy: three products of tf32 each on NVIDIA's tensor cores
 EXACT_FP32 = "ieee" if torch.version.hip else "tf32x3"
@@ -107,13 +108,17 @@ def _is_whole(x: torch.Tensor) -> bool:
 
 def are_served(call) -> bool:
     """True for a call of a chunked form, or of its gradient, that kernels can compute: fp16, bf16
-    or fp32, head dims of up to 256, some value head (none would write dq and dk), and states whose
-    matrices [K, V] 32-bit offsets span."""
+    or fp32, head dims of up to 256, some value head (none would write dq and dk), some sequence of
+    a packed call, states whose matrices [K, V] 32-bit offsets span, and in fp16 a scale that leaves
+    P and scaled queries in its range."""
     dtypes = {call.q.dtype, call.g.dtype, call.beta.dtype}
     states = [call.initial_state, getattr(call, "d_final_state", None)]
     steps = [(*x.shape[2:], *x.stride()[2:]) for x in states if x is not None]
     reached = all((K - 1) * row + (V - 1) * column < 2**31 for K, V, row, column in steps)
     fits = max(call.K, call.V) <= 256 and call.HV > 0
+    fits = fits and (call.cu_seqlens is None or call.N > 0)
+    if call.q.dtype == torch.float16:
+        fits = fits and SCALES[0] <= call.options.scale <= SCALES[1]
     return fits and reached and dtypes.issubset(SERVED)
 
 

@@ -22,6 +22,7 @@ from ...runtime.tuning import lookup
 from ..call import GdnCall
 from ..chunks import CHUNK
 from .cuts import chunks_in_segment, count_cuts, segment_of, word_at_cut, words
+from .padding import zero_padding
 from .primitives import kv_strides, locate, precision
 from .state import block_at, own_rows, part_of, read, read_both, write, write_to
 
@@ -176,6 +177,9 @@ def _scan_kernel(
     row = pid // (NV * HV)
     hv = ((pid // NV) % HV).to(tl.int64)
     h = hv // R
+    e = (pid % NV) * BLOCK_V + tl.arange(0, BLOCK_V)
+    rows = tl.num_programs(0) // (NV * HV)
+    zero_padding(o_ptr + hv * V, cu_ptr, T, N, row, rows, HV * V, e, e < V)
     n, part, start, length = locate(row, cu_ptr, T, N, NS, ROW * 64)
     chunks = (length + 63) // 64
     segment = segment_of(length, ROW, LONGEST) if BEHIND else ROW
@@ -194,7 +198,6 @@ def _scan_kernel(
         mid_row = start // E
     t = tl.arange(0, 64)
     d = tl.arange(0, BLOCK_K)
-    e = (pid % NV) * BLOCK_V + tl.arange(0, BLOCK_V)
     token = start + first * 64
     q_ptr += b * q_strides[0] + token * q_strides[1] + h * q_strides[2]
     k_ptr += b * k_strides[0] + token * k_strides[1] + h * k_strides[2]

@@ -19,7 +19,7 @@ import torch
 from ...runtime.dtypes import at_least_fp32
 from ..call import GdnBackward
 from .chunk import decays, to_chunks
-from .common import Inputs, prepare_inputs, spans
+from .common import Inputs, of_sequences, padded, prepare_inputs, spans
 
 
 def passes(x, gam, k_end, T_beta, P, do, S, dS):
@@ -134,14 +134,21 @@ def gdn_chunk_bwd(call: GdnBackward):
 
     The blocks that the forward saved spare kernels some work; here they are unused.
     """
-    grads = by_chunks_bwd(call, prepare_inputs(call), _chunked, _through_gates)
+    grads = by_chunks_bwd(call, _chunked, _through_gates)
     if call.options.values_only:
         return None, None, grads[2], None, None, None, None, grads[7]
     return grads
 
 
-def by_chunks_bwd(call, x: Inputs, chunked: Callable, through_gates: Callable):
-    """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial_state; None if not given."""
+def by_chunks_bwd(
+    call, chunked: Callable, through_gates: Callable, activated: Callable = lambda call: call
+):
+    """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial_state; None if not given.
+
+    activated: as for by_chunks.
+    """
+    T, call = call.T, of_sequences(call)
+    x = prepare_inputs(activated(call))
     v_first = call.options.state_v_first
     group = (call.H, call.HV // call.H)
 
@@ -164,6 +171,6 @@ def by_chunks_bwd(call, x: Inputs, chunked: Callable, through_gates: Callable):
     if call.options.use_qk_l2norm:
         dq = _through_norm(dq, at_least_fp32(call.q))
         dk = _through_norm(dk, at_least_fp32(call.k))
-    gates = through_gates(dg, dbeta, call)
-    tokens = [y.to(call.q.dtype) for y in (dq, dk, dv)]
-    return (*tokens, *gates, d_initial)
+    dg, dbeta, *to_gates = through_gates(dg, dbeta, call)
+    tokens = (*[y.to(call.q.dtype) for y in (dq, dk, dv)], dg, dbeta)
+    return (*[padded(y, T) for y in tokens], *to_gates, d_initial)

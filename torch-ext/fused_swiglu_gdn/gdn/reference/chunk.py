@@ -17,7 +17,16 @@ import torch.nn.functional as F
 from ...runtime.dtypes import at_least_fp32
 from ..call import GdnCall
 from ..chunks import CHUNK
-from .common import Inputs, no_tokens, run, stacked, without_autocast, write_pool
+from .common import (
+    Inputs,
+    no_tokens,
+    of_sequences,
+    padded,
+    run,
+    stacked,
+    without_autocast,
+    write_pool,
+)
 
 
 def to_chunks(x: torch.Tensor) -> torch.Tensor:
@@ -73,15 +82,19 @@ def gdn_chunk_fwd(call: GdnCall):
 
 
 @without_autocast
-def by_chunks(call, chunked: Callable):
+def by_chunks(call, chunked: Callable, activated: Callable = lambda call: call):
     """o [B, T, HV, V]; the final state [N, HV, K, V], the pool, or None; checkpoints or None; None.
+
+    activated(call): the call with log decays for gates.
 
     Checkpoint row cu[n] // E + j (b * (T // E) + j without cu_seqlens) is the state of sequence n
     after its first (j + 1) * E tokens, E = checkpoint_every; rows that no sequence fills are zero.
     """
-    options = call.options
+    options, T = call.options, call.T
+    call = activated(of_sequences(call))
     every, v_first = options.checkpoint_every, options.state_v_first
     o, results = run(lambda x, S: chunked(x, S, every), call)
+    o = padded(o, T)
     wide = at_least_fp32(call.v[:0]).dtype
     empty = call.v.new_zeros(0, call.HV, call.K, call.V, dtype=wide)
 
@@ -91,7 +104,7 @@ def by_chunks(call, chunked: Callable):
 
     checkpoints = None
     if every:
-        checkpoints = finished(_place(results, call, empty))
+        checkpoints = finished(_place(results, call, empty, T))
     final = stacked([S for S, _ in results], empty)
     if call.state_indices is not None:
         final = final.mT if v_first else final
@@ -99,13 +112,13 @@ def by_chunks(call, chunked: Callable):
     return o, finished(final) if options.output_final_state else None, checkpoints, None
 
 
-def _place(results, call, empty):
+def _place(results, call, empty, T: int):
     """The checkpoint rows, in the order that by_chunks documents."""
     every = call.options.checkpoint_every
     if call.cu_seqlens is None:
         states = results[0][1]
         return torch.stack(states, 1).flatten(0, 1).flatten(1, 2) if states else empty
-    rows = empty.new_zeros(call.T // every, *empty.shape[1:])
+    rows = empty.new_zeros(T // every, *empty.shape[1:])
     for start, (_, states) in zip(call.cu_seqlens.tolist(), results):
         for j, S in enumerate(states):
             rows[start // every + j] = S[0].flatten(0, 1)

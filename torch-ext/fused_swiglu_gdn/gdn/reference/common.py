@@ -73,6 +73,21 @@ def prepare_inputs(call) -> Inputs:
     return Inputs(q, k, v, g, beta)
 
 
+def of_sequences(call):
+    """The call without tokens behind the last of packed sequences, which are padding."""
+    if call.cu_seqlens is None or call.cu_seqlens[-1] == call.T:
+        return call
+    end, names = int(call.cu_seqlens[-1]), ("q", "k", "v", "g", "beta", "do")
+    tokens = {name: getattr(call, name)[:, :end] for name in names if name in call._fields}
+    return call._replace(**tokens)
+
+
+def padded(x: torch.Tensor, T: int) -> torch.Tensor:
+    """x [B, tokens, ..] of sequences, with zeros for the tokens behind them."""
+    missing = T - x.shape[1]
+    return F.pad(x, [0, 0] * (x.ndim - 2) + [0, missing]) if missing else x
+
+
 def spans(B: int, T: int, cu_seqlens: Optional[torch.Tensor]):
     """(batch rows, token range) of each group of equally long sequences that run together."""
     if cu_seqlens is None:

@@ -13,6 +13,7 @@ import torch
 from ...gdn.portable.backward import cut, fitted, near, padded
 from ...gdn.portable.backward_beta import small_betas
 from ...gdn.portable.backward_states import gdn_backward_states
+from ...gdn.portable.padding import padding_launch
 from ...gdn.portable.primitives import are_served
 from ...runtime import device
 from ...runtime.tuning import lookup
@@ -98,4 +99,8 @@ def _gradients(call: KdaBackward, prepare_kind: Callable, states_kind: Callable)
     dg, *to_gates = _gates(call, given, dg, sums)
     if d_initial is not None:
         d_initial = cut(d_initial, *given.initial_state.shape[2:])
-    return (cut(dq, given.K), cut(dk, given.K), cut(dv, given.V), dg, dbeta, *to_gates, d_initial)
+    found = cut(dq, given.K), cut(dk, given.K), cut(dv, given.V), dg, dbeta
+    padding = padding_launch(given)
+    if padding is not None:
+        padding(cu_seqlens, *found)
+    return (*found, *to_gates, d_initial)

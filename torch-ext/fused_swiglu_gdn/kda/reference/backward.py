@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from ...gdn.reference.backward import by_chunks_bwd, passes, through_beta
 from ...gdn.reference.chunk import to_chunks
-from ...gdn.reference.common import Inputs, prepare_inputs
+from ...gdn.reference.common import Inputs
 from ...runtime.dtypes import at_least_fp32
 from ..call import KdaBackward
 from .chunk import solved
@@ -85,5 +85,4 @@ def _through_gates(dg, dbeta, call):
 
 def kda_chunk_bwd(call: KdaBackward):
     """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial_state; None for what was not given."""
-    x = prepare_inputs(activated(call))
-    return by_chunks_bwd(call, x, _chunked, _through_gates)
+    return by_chunks_bwd(call, _chunked, _through_gates, activated)

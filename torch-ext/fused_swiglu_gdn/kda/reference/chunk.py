@@ -51,4 +51,4 @@ def kda_chunk_fwd(call: KdaCall):
 
     Checkpoints as gdn/reference/chunk.py has them.
     """
-    return by_chunks(activated(call), _chunked)
+    return by_chunks(call, _chunked, activated)
