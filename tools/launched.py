@@ -131,7 +131,6 @@ def _swiglu_training(kernel, activation="silu", dtype=BF16, M=8192, K=4096, N=14
 
 calls(_swiglu_training, "swiglu training", {
     "": {},
-    "kept z": dict(keep_z=True),
     "recompute": dict(recompute=True),
     "fp16": dict(dtype=FP16, activation="gelu_tanh"),
     "small": dict(K=1024, N=3072),

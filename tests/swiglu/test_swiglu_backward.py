@@ -43,10 +43,9 @@ def reference(activation):
     return mlp
 
 
-def check(kernel, tensors, dy, activation="silu", recompute=False, keep_z=False, frozen=()):
+def check(kernel, tensors, dy, activation="silu", recompute=False, frozen=()):
     def ours(*leaves):
-        modes = {"recompute": recompute, "keep_z": keep_z}
-        return kernel.fused_swiglu_mlp(*leaves, activation=activation, **modes)
+        return kernel.fused_swiglu_mlp(*leaves, activation=activation, recompute=recompute)
 
     got = gradients(ours, tensors, dy, frozen)
     wide = [None if t is None else t.double() for t in tensors]
@@ -71,13 +70,12 @@ def check_operators(device, dtype):
     nothing = [t[:, :0] for t in (x, w_gate, w_up)]  # to sum
     for args in (leaves[:3] + leaves[4:6], (x, w_gate, w_up, None, None), (*nothing, None, None)):
         torch.library.opcheck(gated.SAVING.op, (*args, "silu"), test_utils=some)
-    for recompute, keep_z in ((False, False), (True, False), (False, True)):
-        modes = ("silu", recompute, keep_z, False)
-        torch.library.opcheck(mlp.SAVING.op, (*leaves, *modes), test_utils=some)
+    for recompute in (False, True):
+        torch.library.opcheck(mlp.SAVING.op, (*leaves, "silu", recompute, False), test_utils=some)
     tensors = [t.detach() for t in leaves]
     gate_up = torch.randn(20, 48, device=device).to(dtype)
     needs = [True, True, False, True, False, True]
-    args = (dy, *tensors[:6], gate_up, None, "silu", needs)
+    args = (dy, *tensors[:6], gate_up, "silu", needs)
     torch.library.opcheck(mlp.GRADIENT.op, args)
     dz = torch.randn(20, 24, device=device).to(dtype)
     args = (dz, *tensors[:3], gate_up, "silu", needs[:5])
@@ -143,9 +141,6 @@ class Steps:
     )
     def test_frozen(self, kernel, frozen):
         check(kernel, *self.inputs(), frozen=frozen)
-
-    def test_keep_z(self, kernel):
-        check(kernel, *self.inputs(), keep_z=True)
 
     def test_operators(self):
         check_operators(self.device, self.dtype)
@@ -250,12 +245,6 @@ def test_main_grad_is_refused_while_compiling(kernel):
     compiled_mlp = torch.compile(kernel.fused_swiglu_mlp, backend="eager", fullgraph=True)
     with pytest.raises(Exception, match="main_grad=True is for eager mode"):
         compiled_mlp(*leaves, main_grad=True)
-
-
-@compiled
-def test_z_is_not_kept_where_it_is_recomputed(kernel):
-    with pytest.raises(ValueError, match="recompute keeps x alone"):
-        kernel.fused_swiglu_mlp(*torch.ones(4, 8, 8), recompute=True, keep_z=True)
 
 
 @compiled

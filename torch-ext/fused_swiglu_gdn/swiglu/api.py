@@ -61,7 +61,6 @@ def fused_swiglu_mlp(
     *,
     activation: str = "silu",
     recompute: bool = False,
-    keep_z: bool = False,
     main_grad: bool = False,
 ) -> Tensor:
     """The Llama MLP: fused_swiglu(x, w_gate, w_up, b_gate, b_up) @ w_down.T + b_down.
@@ -74,7 +73,6 @@ def fused_swiglu_mlp(
             erf, for which there is no kernel: plain torch computes it.
         recompute: for training: save only x for the backward pass and recompute the gate and up
             projections there (about 1/8 of the activation memory at Llama's sizes).
-        keep_z: for training: also save fused_swiglu's result instead of recomputing it.
         main_grad: for training in eager mode: add the gradients of weights that have an attribute
             `main_grad` (fp32, as Megatron's) to it in fp32, and return none for them.
 
@@ -82,7 +80,7 @@ def fused_swiglu_mlp(
         [..., O], the dtype of x (of autocast, where that is on).
 
     Raises:
-        ValueError, TypeError: as fused_swiglu; recompute with keep_z.
+        ValueError, TypeError: as fused_swiglu.
 
     Example:
         >>> x, w_down = torch.randn(2, 5, 64), torch.randn(64, 96, requires_grad=True)
@@ -93,7 +91,7 @@ def fused_swiglu_mlp(
     """
     if main_grad:
         w_gate, w_up, w_down = autocast_weights(w_gate, w_up, w_down)
-    options = (activation, recompute, keep_z, main_grad)
+    options = (activation, recompute, main_grad)
     return MLP((x, w_gate, w_up, w_down, b_gate, b_up, b_down), options)
 
 

@@ -57,7 +57,6 @@ class SiluMulGradient(NamedTuple):
 class MlpOptions(NamedTuple):
     activation: str
     recompute: bool  # x alone is saved for the gradient
-    keep_z: bool  # z is saved, too
     main_grad: bool  # weights' gradients are added to their main_grad
 
 
@@ -83,5 +82,4 @@ class MlpGradient(NamedTuple):
     b_gate: Optional[Tensor]  # [N]
     b_up: Optional[Tensor]  # [N]
     gate_up: Optional[Tensor]  # [M, 2 N], overwritten; None where it is recomputed
-    z: Optional[Tensor]  # [M, N], where it was saved
     options: GradientOptions

@@ -64,13 +64,11 @@ def silu_mul(call: SiluMul) -> SiluMul:
     return SiluMul(gate, up, SwigluOptions(_named(activation)))
 
 
-def _training_modes(recompute: bool, keep_z: bool, main_grad: bool) -> tuple:
-    are_flags(recompute=recompute, keep_z=keep_z, main_grad=main_grad)
+def _training_modes(recompute: bool, main_grad: bool) -> tuple:
+    are_flags(recompute=recompute, main_grad=main_grad)
     if main_grad and torch.compiler.is_compiling():
         raise NotImplementedError("main_grad=True is for eager mode, not torch.compile")
-    if recompute and keep_z:
-        raise ValueError("recompute keeps x alone: it cannot go with keep_z")
-    return bool(recompute), bool(keep_z), bool(main_grad)
+    return bool(recompute), bool(main_grad)
 
 
 def packed_weight(name: str, weight: object, rows: int, columns: int) -> None:

@@ -1,7 +1,7 @@
 """The whole SwiGLU MLP as an operation; ops.py has SwiGLU alone.
 
-For its gradient it saves x and gate_up [M, 2 N]; with recompute only x, with keep_z also z. With
-main_grad the weights' gradients are added, in fp32, to the `main_grad` of weights that have one.
+For its gradient it saves x and gate_up [M, 2 N]; with recompute only x. With main_grad the
+weights' gradients are added, in fp32, to the `main_grad` of weights that have one.
 """
 
 import torch
@@ -18,18 +18,17 @@ from .ops import SWIGLU, TRAINING, apart, differentiable, gradients_like, saved
 
 
 def _composed(call: SwigluMlp) -> Tensor:
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down, (activation, _, _, main_grad) = call
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down, (activation, _, main_grad) = call
     if main_grad:
         w_gate, w_up, w_down = map(into_main_grad, (w_gate, w_up, w_down))
     return F.linear(SWIGLU((x, w_gate, w_up, b_gate, b_up), (activation,)), w_down, b_down)
 
 
 def _results(call: SwigluMlp) -> tuple:
-    """y, gate_up and z; None if not kept."""
-    x, gate_up = call.x, saved(call)
-    z = x.new_empty(gate_up.shape[0], call.w_gate.shape[0]) if call.options.keep_z else None
+    """y and gate_up; None if not kept."""
+    x = call.x
     y = x.new_empty(*x.shape[:-1], call.w_down.shape[0])
-    return y, None if call.options.recompute else gate_up, z
+    return y, None if call.options.recompute else saved(call)
 
 
 def _gradients(call: MlpGradient) -> tuple:
@@ -39,7 +38,7 @@ def _gradients(call: MlpGradient) -> tuple:
 
 
 SAVING = Operation(
-    TRAINING, "swiglu_mlp_fwd", SwigluMlp, None, differentiable=differentiable, outputs=3,
+    TRAINING, "swiglu_mlp_fwd", SwigluMlp, None, differentiable=differentiable, outputs=2,
     fake=_results,
 )  # fmt: skip
 GRADIENT = Operation(
@@ -52,20 +51,22 @@ MLP = Operation(
 
 
 def _save(ctx, inputs, output):
-    x, w_gate, w_up, w_down, b_gate, b_up, _, ctx.activation, _, _, main_grad = inputs
-    kept = [t if t is not None and t.numel() else None for t in output[1:]]
-    ctx.save_for_backward(x, w_gate, w_up, w_down, b_gate, b_up, *kept)
-    ctx.mark_non_differentiable(*[t for t in output[1:] if t is not None])
+    x, w_gate, w_up, w_down, b_gate, b_up, _, ctx.activation, _, main_grad = inputs
+    gate_up = output[1]
+    kept = gate_up if gate_up is not None and gate_up.numel() else None
+    ctx.save_for_backward(x, w_gate, w_up, w_down, b_gate, b_up, kept)
+    if gate_up is not None:
+        ctx.mark_non_differentiable(gate_up)
     ctx.set_materialize_grads(False)  # zeros as large as what is kept
     weights = (w_gate, w_up, w_down)
     ctx.mains = [w if main_grad and hasattr(w, "main_grad") else None for w in weights]
 
 
-def _backward(ctx, dy, *_):
+def _backward(ctx, dy, _):
     """Gradients of the first seven arguments, with None for weights whose gradient went to
     main_grad."""
     if dy is None:
-        return (None,) * 11
+        return (None,) * 10
     x, gate, up, down, b_gate, b_up, b_down = ctx.needs_input_grad[:7]
     tensors, options = (dy, *ctx.saved_tensors), (ctx.activation, (x, gate, up, b_gate, b_up, down))
     if any(weight is not None for weight in ctx.mains):
@@ -84,7 +85,7 @@ def _backward(ctx, dy, *_):
     db_down = None
     if b_down:
         db_down = dy.flatten(0, -2).sum(0, dtype=torch.float32).to(dy.dtype)  # [D]
-    return (dx, *weights, db_gate, db_up, db_down, None, None, None, None)
+    return (dx, *weights, db_gate, db_up, db_down, None, None, None)
 
 
 SAVING.register_gradient(_save, _backward, GRADIENT, "fused_swiglu_mlp")

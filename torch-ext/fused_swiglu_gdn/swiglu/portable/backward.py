@@ -45,15 +45,15 @@ def prepare_swiglu_bwd(call: SwigluGradient, **steps: Callable) -> Optional[Call
 def prepare_swiglu_mlp_fwd(
     call: SwigluMlp, forward: Callable = saving_fwd, recomputed: Callable = swiglu_alone
 ) -> Optional[Callable]:
-    """(x, w_gate, w_up, w_down, b_gate, b_up, b_down) -> (y, gate_up or None, z or None)."""
-    x, w_gate, w_up, _, b_gate, b_up, _, (activation, recompute, keep_z, _) = call
+    """(x, w_gate, w_up, w_down, b_gate, b_up, b_down) -> (y, gate_up or None)."""
+    x, w_gate, w_up, _, b_gate, b_up, _, (activation, recompute, _) = call
     swiglu = Swiglu.of((x, w_gate, w_up, b_gate, b_up, activation))
     if recompute:
         alone = recomputed(swiglu)
         if alone is None:
             return None
         return lambda x, w_gate, w_up, w_down, b_gate, b_up, b_down: (
-            F.linear(alone(x, w_gate, w_up, b_gate, b_up), w_down, b_down), None, None
+            F.linear(alone(x, w_gate, w_up, b_gate, b_up), w_down, b_down), None
         )  # fmt: skip
     saving = prepare_swiglu_saving_fwd(swiglu, forward)
     if saving is None:
@@ -61,13 +61,13 @@ def prepare_swiglu_mlp_fwd(
 
     def run(x, w_gate, w_up, w_down, b_gate, b_up, b_down):
         z, gate_up = saving(x, w_gate, w_up, b_gate, b_up)
-        return F.linear(z, w_down, b_down), gate_up, in_rows(z) if keep_z else None
+        return F.linear(z, w_down, b_down), gate_up
 
     return run
 
 
 def prepare_swiglu_mlp_bwd(call: MlpGradient, **steps: Callable) -> Optional[Callable]:
-    """(dy, x, w_gate, w_up, w_down, b_gate, b_up, gate_up, z) -> (dx, dw, db_gate, db_up, dw_down).
+    """(dy, x, w_gate, w_up, w_down, b_gate, b_up, gate_up) -> (dx, dw, db_gate, db_up, dw_down).
 
     main_grads: fp32 tensors to which gradients of the three weights are added, or None.
     """
@@ -75,11 +75,11 @@ def prepare_swiglu_mlp_bwd(call: MlpGradient, **steps: Callable) -> Optional[Cal
     if call.x.dtype not in SERVED:
         return None
 
-    def run(dy, x, w_gate, w_up, w_down, b_gate, b_up, gate_up, z, main_grads=(None,) * 3):
+    def run(dy, x, w_gate, w_up, w_down, b_gate, b_up, gate_up, main_grads=(None,) * 3):
         x = in_rows(x)
         if gate_up is None:
             gate_up = projections(x, w_gate, w_up, b_gate, b_up)
-        args = (in_rows(dy), x, w_gate, w_up, w_down, gate_up, z, activation, needs, main_grads)
+        args = (in_rows(dy), x, w_gate, w_up, w_down, gate_up, activation, needs, main_grads)
         dx, *others = mlp_gradients(*args, **steps)
         return dx if dx is None else dx.view(shape), *others
 

@@ -101,21 +101,20 @@ def gate_gradient(
 
 
 def mlp_gradients(
-    dy, x, w_gate, w_up, w_down, gate_up, z, activation, needs, main_grads,
+    dy, x, w_gate, w_up, w_down, gate_up, activation, needs, main_grads,
     gate_gradient=gate_gradient, input_gradient=input_gradient,
 ) -> Gradients:  # fmt: skip
     """(dx, dw, db_gate, db_up, dw_down) of y = z w_down^T; overwrites gate_up [M, 2 N].
 
-    dy: [M, D]; w_down: [D, N]. dw_down needs z, which is recomputed from gate_up if it is None.
+    dy: [M, D]; w_down: [D, N]. dw_down needs z, which is recomputed from gate_up.
     main_grads: fp32 tensors to which the gradients of w_gate, w_up and w_down are added, or None.
     """
-    made = gate_gradient(dy, w_down, gate_up, activation, needs[5] and z is None)
-    z = made if z is None else z  # [M, N]
+    z = gate_gradient(dy, w_down, gate_up, activation, needs[5])  # [M, N], or None
     dw_down = None
     if needs[5] and main_grads[2] is not None:
         add_product(main_grads[2], dy.t(), z)
     elif needs[5]:
         dw_down = torch.mm(dy.t(), z)  # [D, N]
-    del made, z
+    del z
     args = (gate_up, x, w_gate, w_up, needs, input_gradient, main_grads[:2])
     return (*_projection_gradients(*args), dw_down)
