@@ -79,19 +79,22 @@ def chunk_gated_delta_rule(
             for inputs in fp64. They are computed in that default and rounded once.
         checkpoint_every: E = 0, or a multiple of 64: also return the states after every E tokens.
         chunk_size: 64; anything else is refused.
-        cp_context: from build_cp_context, for sequences that are split among ranks. Then the
-            tensors have the tokens of this rank, states are those of its local segments, and
-            cu_seqlens, state_indices and checkpoint_every are not given.
         recompute: for training: True saves only the inputs; False also saves the prepared blocks
             of each chunk, 272 bytes a token and head of v in half precision (528 in fp32), which
             the backward pass otherwise recomputes.
+        cp_context: from build_cp_context, for sequences that are split among ranks. Then the
+            tensors have the tokens of this rank, states are those of its local segments, and
+            cu_seqlens, state_indices and checkpoint_every are not given.
 
     Returns:
-        o [B, T, HV, V], the dtype of q, and the final state [N, HV, K, V] (the pool with
-        state_indices; None without output_final_state). With checkpoint_every also the states
-        [B * (T // E), HV, K, V]: row b * (T // E) + j of an equal-length batch, or cu_seqlens[n]
-        // E + j of a packed one, is the state of the sequence after its first (j + 1) * E tokens;
-        rows that belong to no sequence, or to one that is skipped, are undefined.
+        (o, final_state), with checkpoint_every (o, final_state, checkpoints):
+        o [B, T, HV, V], the dtype of q.
+        final_state [N, HV, K, V], the state after each sequence's last token, in state_dtype; the
+        pool itself with state_indices; None without output_final_state.
+        checkpoints [B * (T // E), HV, K, V]: row b * (T // E) + j of an equal-length batch, or
+        cu_seqlens[n] // E + j of a packed one, is the state of the sequence after its first
+        (j + 1) * E tokens; rows that belong to no sequence, or to one that is skipped, are
+        undefined.
 
     Raises:
         ValueError: a shape, device, scale, cu_seqlens or option does not fit.

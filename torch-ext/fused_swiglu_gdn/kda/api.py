@@ -96,9 +96,11 @@ def chunk_kda(
         chunk_size: 32 or 64, as FLA has it, and changes nothing: chunks have 64 tokens.
 
     Returns:
-        o [B, T, HV, V], the dtype of q, and the final state [N, HV, K, V] (the pool with
-        state_indices; None if it was not asked for). With checkpoint_every also the states, in the
-        rows that chunk_gated_delta_rule has them in.
+        (o, final_state), with checkpoint_every (o, final_state, checkpoints):
+        o [B, T, HV, V], the dtype of q.
+        final_state [N, HV, K, V], the state after each sequence's last token, in state_dtype; the
+        pool itself with state_indices; None without output_final_state.
+        checkpoints [B * (T // E), HV, K, V], in the rows that chunk_gated_delta_rule has them in.
 
     Raises:
         ValueError: a shape, device, scale, cu_seqlens or option does not fit, or
