@@ -128,6 +128,10 @@ def by_portable(monkeypatch):
     monkeypatch.setattr(submodule("runtime.dispatch"), "_folders", lambda *where: ("portable",))
 
 
+def pytest_addoption(parser):
+    parser.addoption("--all-pairs", action="store_true", help="all crossings, not a share of them")
+
+
 def spread(items: list, workers: int) -> None:
     """Puts the long tests, each a whole file under the interpreter, where workers begin: a worker's
     share of the tests lies in one piece, and those that finish early help the others."""

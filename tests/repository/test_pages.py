@@ -18,7 +18,7 @@ FILLED_IN = {"{{ repo_id }}": REPOSITORY, "{{ version }}": "1"}  # of CARD.md, b
 MARKS = {"gpu", "download", "processes"}
 BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```", flags=re.M | re.S)
 # pages that are no instructions: measurements, and a generated table
-NO_CALL = {"benchmarks.md", "model_table.md"}
+NO_CALL = {"benchmarks.md", "crossings.md", "model_table.md"}
 OURS = ("kernel", "ours")  # what pages call the package
 pytestmark = pytest.mark.filterwarnings("ignore")
 

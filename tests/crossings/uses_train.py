@@ -1,0 +1,267 @@
+"""Uses of a model in training: losses, gradients, checkpointing, what torch does around them."""
+
+import torch
+from sides import use
+from uses_forward import layers_of
+
+
+def gradients_of(model) -> dict:
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def step(model, ids, labels, **words):
+    out = model(ids, labels=labels, **words)
+    out.loss.backward()
+    return {"loss": out.loss, "logits": out.logits, "gradient": gradients_of(model)}
+
+
+def training(name, change=lambda model: model, **words):
+    @use(name)
+    def run(s):
+        model = s.make().train()
+        change(model)
+        return step(s.serve(model), s.ids(), s.ids(seed=1), **words)
+
+
+training("a step of training")
+training("a step of training without a cache", use_cache=False)
+training("a mean over another number", num_items_in_batch=5)
+training(
+    "checkpointing, use_reentrant",
+    lambda m: m.gradient_checkpointing_enable({"use_reentrant": True}),
+)
+training(
+    "checkpointing, not use_reentrant",
+    lambda m: m.gradient_checkpointing_enable({"use_reentrant": False}),
+)
+
+
+@use("checkpointing set afterwards")
+def checkpointing_after(s):
+    model = s.served().train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return step(model, s.ids(), s.ids(seed=1))
+
+
+@use("checkpointing with frozen weights")
+def checkpointing_inputs(s):
+    model = s.served().train()
+    model.requires_grad_(False)
+    for p in model.model.norm.parameters():
+        p.requires_grad_(True)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    return step(model, s.ids(), s.ids(seed=1))
+
+
+@use("dropout with a seed")
+def dropout(s):
+    model = s.make().train()
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.2
+    model.set_attn_implementation("eager")
+    s.serve(model)
+    torch.manual_seed(3)
+    return step(model, s.ids(), s.ids(seed=1))
+
+
+@use("autocast, gradients", rough=True)
+def autocast(s):
+    model = s.served().train()
+    with torch.autocast(s.device, torch.bfloat16):
+        out = model(s.ids(), labels=s.ids(seed=1))
+    out.loss.backward()
+    return {"loss": out.loss, "gradient of the words": model.model.embed_tokens.weight.grad}
+
+
+@use("autocast and checkpointing", rough=True)
+def autocast_checkpointing(s):
+    model = s.served().train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with torch.autocast(s.device, torch.bfloat16):
+        out = model(s.ids(), labels=s.ids(seed=1))
+    out.loss.backward()
+    return {"loss": out.loss, "gradient of the words": model.model.embed_tokens.weight.grad}
+
+
+@use("labels that are all ignored")
+def ignored(s):
+    model = s.served().train()
+    labels = s.ids(seed=1)
+    labels[0] = -100
+    return step(model, s.ids(), labels)
+
+
+@use("padding, gradients")
+def padding(s):
+    model = s.served().train()
+    mask, labels = torch.ones_like(s.ids()), s.ids(seed=1)
+    mask[0, 6:], labels[0, 6:] = 0, -100
+    out = model(s.ids(), labels=labels, attention_mask=mask)
+    out.loss.backward()
+    return {"loss": out.loss, "gradient": gradients_of(model)}
+
+
+@use("two steps of SGD")
+def sgd(s):
+    model = s.served().train()
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05), []
+    for i in range(3):
+        losses.append(step(model, s.ids(seed=i), s.ids(seed=i + 1))["loss"].detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@use("gradients of two batches")
+def accumulated(s):
+    model = s.served().train()
+    step(model, s.ids(), s.ids(seed=1))
+    return step(model, s.ids(seed=2), s.ids(seed=3))
+
+
+@use("frozen norms and words")
+def frozen(s):
+    model = s.served().train()
+    for name, p in model.named_parameters():
+        p.requires_grad_(p.ndim > 1 and "embed" not in name)
+    return step(model, s.ids(), s.ids(seed=1))
+
+
+@use("gradients of inputs alone")
+def inputs(s):
+    model = s.served()
+    model.requires_grad_(False)
+    x = model.get_input_embeddings()(s.ids()).detach().requires_grad_()
+    out = model(inputs_embeds=x).logits
+    return {"logits": out, "gradient": torch.autograd.grad(out.pow(2).sum(), x)}
+
+
+@use("a backward twice")
+def retained(s):
+    model = s.served().train()
+    loss = model(s.ids(), labels=s.ids(seed=1)).loss
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return {"gradient": gradients_of(model)}
+
+
+@use("second derivatives")
+def second(s):
+    model = s.served().train()
+    model.set_attn_implementation("eager")
+    loss = model(s.ids(), labels=s.ids(seed=1)).loss
+    weights = [p for p in model.parameters() if p.requires_grad]
+    first = torch.autograd.grad(loss, weights, create_graph=True, allow_unused=True)
+    sum(g.pow(2).sum() for g in first if g is not None).backward()
+    return {"gradient": gradients_of(model)}
+
+
+@use("a step of training without gradients")
+def without(s):
+    model = s.served().train()
+    with torch.no_grad():
+        return model(s.ids(), labels=s.ids(seed=1)).loss
+
+
+@use("activations kept on the CPU")
+def saved_on_cpu(s):
+    model = s.served().train()
+    with torch.autograd.graph.save_on_cpu():
+        return step(model, s.ids(), s.ids(seed=1))
+
+
+@use("detect_anomaly")
+def anomaly(s):
+    model = s.served().train()
+    with torch.autograd.detect_anomaly(check_nan=True):
+        return step(model, s.ids(), s.ids(seed=1))
+
+
+@use("functional_call")
+def functional(s):
+    model = s.served()
+    weights = {n: p.detach() * 0.9 for n, p in model.named_parameters()}
+    with torch.no_grad():
+        return torch.func.functional_call(model, weights, (s.ids(),)).logits
+
+
+@use("torch.func.grad")
+def func_grad(s):
+    model = s.served()
+    weights = dict(model.named_parameters())
+
+    def loss(weights):
+        out = torch.func.functional_call(model, weights, (s.ids(),), {"use_cache": False})
+        return out.logits.pow(2).mean()
+
+    return {"gradient": torch.func.grad(loss)({n: p.detach() for n, p in weights.items()})}
+
+
+@use("forward-mode derivatives")
+def jvp(s):
+    model = s.served()
+    model.set_attn_implementation("eager")
+    x = model.get_input_embeddings()(s.ids()).detach()
+
+    def run(x):
+        return model(inputs_embeds=x, use_cache=False).logits
+
+    return torch.func.jvp(run, (x,), (torch.ones_like(x),))[1]
+
+
+@use("hooks of gradients")
+def backward_hooks(s):
+    model, seen = s.served().train(), {}
+    for i, layer in enumerate(layers_of(model)):
+        layer.mlp.register_full_backward_hook(
+            lambda module, dx, dy, i=i: seen.update({f"gradient {i}": [dx[0], dy[0]]})
+        )
+        layer.input_layernorm.register_full_backward_hook(
+            lambda module, dx, dy, i=i: (dx[0] * 0.5,)
+        )
+    return [step(model, s.ids(), s.ids(seed=1)), dict(sorted(seen.items()))]
+
+
+@use("hooks of a parameter's gradient")
+def parameter_hooks(s):
+    model = s.served().train()
+    for p in model.parameters():
+        if p.requires_grad:
+            p.register_hook(lambda gradient: gradient * 2)
+    return step(model, s.ids(), s.ids(seed=1))
+
+
+@use("gradients through a cache")
+def through_cache(s):
+    model = s.served().train()
+    first = model(s.ids(), use_cache=True)
+    second = model(s.ids(2, 4, seed=1), past_key_values=first.past_key_values)
+    second.logits.pow(2).sum().backward()
+    return {"logits": second.logits, "gradient": gradients_of(model)}
+
+
+@use("training, then generate")
+def then_generate(s):
+    from uses_generate import generate
+
+    model = s.served(cuda_graphs=True).train()
+    found = step(model, s.ids(), s.ids(seed=1))
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.grad is not None:
+                p.sub_(0.05 * p.grad)
+    return [found, generate(s, model.eval(), kept=False)]
+
+
+@use("mode=training, used for inference")
+def other_mode(s):
+    model = s.served(mode="training")
+    with torch.no_grad():
+        return model(s.ids()).logits
+
+
+@use("mode=inference, used for training")
+def inference_mode(s):
+    return step(s.served(mode="inference").train(), s.ids(), s.ids(seed=1))

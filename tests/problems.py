@@ -1,0 +1,274 @@
+"""A problem of each public function: tensors in fp64, from which a call is made in any dtype, on
+any device, of any number of tokens; and which of its tensors have gradients or are written.
+
+The reference of a call is the function itself in fp64 on the CPU: plain torch, its definition.
+"""
+
+from typing import Callable, Dict, NamedTuple, Tuple
+
+import torch
+from conftest import load_package
+from torch import Tensor
+
+F64 = torch.float64
+
+
+class Draw:
+    """Random tensors in fp64, by a seed."""
+
+    def __init__(self, seed: int):
+        self.random = torch.Generator().manual_seed(seed)
+
+    def __call__(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.random, dtype=F64)
+
+    def uniform(self, *shape: int) -> Tensor:
+        return torch.rand(*shape, generator=self.random, dtype=F64)
+
+
+class Problem(NamedTuple):
+    """make(draw, B, T) gives the arguments of a call of B rows of T tokens; tensors in fp64."""
+
+    function: str
+    make: Callable
+    grads: Tuple[str, ...] = ()  # arguments that have a gradient
+    written: Tuple[str, ...] = ()  # arguments that the call writes
+    wide: Tuple[str, ...] = ()  # arguments that stay in fp32 in a call of 16 bits
+    tokens: int = 5
+    rows: Tuple[str, ...] = ()  # arguments whose first dimension is the result's
+    factor: float = 1.0  # of the tolerance
+
+
+def cast(x, dtype, device):
+    """Arguments in a dtype, on a device; what is no floating tensor stays as it is."""
+    if isinstance(x, Tensor):
+        return x.to(device, dtype if x.is_floating_point() else x.dtype)
+    if hasattr(x, "_fields"):  # a ring, whose gates are in fp32
+        of = {"g": torch.promote_types(dtype, torch.float32)}
+        return x._replace(**{n: cast(y, of.get(n, dtype), device) for n, y in x._asdict().items()})
+    return x
+
+
+def arguments(problem: Problem, dtype=F64, device="cpu", seed=0, B=2, T=None, round_to=None):
+    """Arguments of a call. round_to: the dtype whose values they have, whatever their own."""
+    made = problem.make(Draw(seed), B, problem.tokens if T is None else T)
+    found = {}
+    for name, x in made.items():
+        narrow = torch.float32 if name in problem.wide else None
+        if round_to is not None:
+            x = cast(x, narrow or round_to, "cpu")
+        given = dtype if dtype is F64 else (narrow or dtype)
+        found[name] = cast(x, given, device)
+    return found
+
+
+# ---- the calls
+
+
+def swiglu(draw, B, T):
+    w = [draw(24, 16) * 0.25 for _ in range(2)]
+    return {"x": draw(B, T, 16), "w_gate": w[0], "w_up": w[1], "b_gate": draw(24), "b_up": draw(24)}
+
+
+def mlp(draw, B, T):
+    return {**swiglu(draw, B, T), "w_down": draw(16, 24) * 0.2, "b_down": draw(16)}
+
+
+def gated(draw, B, T):
+    return {"x": draw(B, T, 3, 16), "gate": draw(B, T, 3, 16), "weight": draw(16)}
+
+
+def convolution(draw, B, T):
+    return {"x": draw(B, 8, T), "weight": draw(8, 4), "bias": draw(8), "activation": "silu",
+            "initial_states": draw(B, 8, 3), "return_final_states": True}  # fmt: skip
+
+
+def rotary(draw, B, T):
+    return {"q": draw(B, T, 4, 16), "k": draw(B, T, 2, 16), "cos": draw(B, T, 16),
+            "sin": draw(B, T, 16), "q_weight": draw(16), "k_weight": draw(16)}  # fmt: skip
+
+
+def over_cache(draw, B, T):
+    k, v = draw(2, B, 2, 16, 16)
+    return {"q": draw(B, 1, 4, 16), "k_cache": k, "v_cache": v,
+            "cache_seqlens": torch.tensor(min(T + 2, 16))}  # fmt: skip
+
+
+def experts(draw, B, T):
+    ids = draw.uniform(B * T, 4).argsort(-1)[:, :2]
+    return {"x": draw(B * T, 16), "w_gate_up": draw(4, 24, 16) * 0.25,
+            "w_down": draw(4, 16, 12) * 0.25, "top_k_index": ids,
+            "top_k_weights": draw.uniform(B * T, 2)}  # fmt: skip
+
+
+def topk(draw, B, T):
+    return {"logits": draw(B * T, 8), "top_k": 2}
+
+
+def rule(draw, B, T, K=16, V=16, **more):
+    k = torch.nn.functional.normalize(draw(B, T, 2, K), dim=-1)
+    return {"q": draw(B, T, 2, K), "k": k, "v": draw(B, T, 4, V),
+            "g": torch.nn.functional.logsigmoid(draw(B, T, 4) + 2), "beta": draw(B, T, 4).sigmoid(),
+            "initial_state": draw(B, 4, K, V) * 0.2, "output_final_state": True,
+            **more}  # fmt: skip
+
+
+def packed(draw, B, T, make=rule):
+    """Its sequences in one row, and a state for each."""
+    found = make(draw, 1, B * T)
+    found["initial_state"] = draw(B, *found["initial_state"].shape[1:]) * 0.2
+    found["cu_seqlens"] = torch.arange(B + 1) * T
+    return found
+
+
+def raw(draw, B, T, make=rule):
+    """The gate and beta are computed in the kernel."""
+    found = make(draw, B, T)
+    found.update(g=draw(*found["g"].shape), beta=draw(B, T, 4), A_log=draw(4) * 0.3)
+    found.update(use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True)
+    found.update(dt_bias=draw(4 * 16 if found["g"].ndim == 4 else 4), use_qk_l2norm_in_kernel=True)
+    return found
+
+
+def channels(draw, B, T):
+    found = rule(draw, B, T)
+    found["g"] = -5 * draw(B, T, 4, 16).sigmoid() / 4
+    return found
+
+
+def pool(draw, B, T, make=rule):
+    """States of a pool, written in place."""
+    found = make(draw, B, T)
+    found["initial_state"] = draw(B + 2, 4, 16, 16) * 0.2
+    found.update(state_indices=torch.arange(B) + 1, inplace_final_state=True)
+    del found["output_final_state"]
+    return found
+
+
+def update(draw, B, T):
+    return {"x": draw(B, 8, 1), "conv_state": draw(B, 8, 4), "weight": draw(8, 4), "bias": draw(8),
+            "activation": "silu"}  # fmt: skip
+
+
+def ring(draw, B, T):
+    """A token on a ring that holds two."""
+    found = rule(draw, B, 1)
+    del found["output_final_state"]
+    state = found["initial_state"]
+    found["ring"] = load_package().make_ring(state, 2, F64, rows=4)
+    for x in found["ring"]:
+        if isinstance(x, Tensor) and x.is_floating_point():
+            x.copy_(draw(*x.shape) * 0.2)
+    found["cursor"] = torch.tensor([[0, 2]], dtype=torch.int32).repeat(B, 1)
+    return found
+
+
+def materialised(draw, B, T):
+    found = ring(draw, B, T)
+    return {"state": found["initial_state"], "ring": found["ring"], "cursor": found["cursor"]}
+
+
+RULE = ("q", "k", "v", "g", "beta", "initial_state")
+RAW = (*RULE, "A_log", "dt_bias")
+WIDE = ("g", "beta", "initial_state", "A_log", "dt_bias")
+TOKENS = ("q", "k", "v", "g", "beta")
+LINEAR = ("x", "w_gate", "w_up", "b_gate", "b_up")
+PROBLEMS: Dict[str, Problem] = {
+    "fused_swiglu": Problem("fused_swiglu", swiglu, LINEAR, rows=("x",)),
+    "fused_swiglu_mlp": Problem(
+        "fused_swiglu_mlp", mlp, (*LINEAR, "w_down", "b_down"), rows=("x",), factor=2
+    ),
+    "fused_swiglu_mlp, recompute": Problem(
+        "fused_swiglu_mlp", lambda *a: {**mlp(*a), "recompute": True},
+        (*LINEAR, "w_down", "b_down"), rows=("x",), factor=2,
+    ),
+    "silu_mul": Problem(
+        "silu_mul", lambda draw, B, T: {"gate": draw(B, T, 24), "up": draw(B, T, 24)},
+        ("gate", "up"), rows=("gate", "up"),
+    ),
+    "fused_experts": Problem(
+        "fused_experts", experts, ("x", "w_gate_up", "w_down", "top_k_weights"), factor=2,
+        wide=("top_k_weights",),
+    ),
+    "fused_topk": Problem("fused_topk", topk),
+    "rms_norm": Problem(
+        "rms_norm", lambda draw, B, T: {"x": draw(B, T, 32), "weight": draw(32)}, ("x", "weight"),
+        rows=("x",),
+    ),
+    "rms_norm, residual": Problem(
+        "rms_norm",
+        lambda draw, B, T: {"x": draw(B, T, 32), "weight": draw(32), "residual": draw(B, T, 32)},
+        ("x", "weight", "residual"), rows=("x", "residual"),
+    ),
+    "rms_norm_gated": Problem(
+        "rms_norm_gated", gated, ("x", "gate", "weight"), rows=("x", "gate")
+    ),
+    "gated_delta_gate": Problem(
+        "gated_delta_gate",
+        lambda draw, B, T: {"a": draw(B, T, 4), "A_log": draw(4) * 0.3, "dt_bias": draw(4)},
+        ("a", "A_log", "dt_bias"), rows=("a",), wide=("A_log", "dt_bias"),
+    ),
+    "sigmoid_gate": Problem(
+        "sigmoid_gate", lambda draw, B, T: {"x": draw(B, T, 32), "gate": draw(B, T, 32)},
+        ("x", "gate"), rows=("x", "gate"),
+    ),
+    "causal_conv1d_fn": Problem(
+        "causal_conv1d_fn", convolution, ("x", "weight", "bias", "initial_states"),
+        rows=("x", "initial_states"),
+    ),
+    "causal_conv1d_update": Problem(
+        "causal_conv1d_update", update, written=("conv_state",), rows=("x", "conv_state")
+    ),
+    "fused_qk_norm_rope": Problem(
+        "fused_qk_norm_rope", rotary, ("q", "k", "q_weight", "k_weight"),
+        rows=("q", "k", "cos", "sin"),
+    ),
+    "attention_with_kvcache": Problem(
+        "attention_with_kvcache", over_cache, rows=("q", "k_cache", "v_cache")
+    ),
+    "chunk_gated_delta_rule": Problem(
+        "chunk_gated_delta_rule", rule, RULE, wide=WIDE, rows=RULE, factor=4
+    ),
+    "chunk_gated_delta_rule, gates inside": Problem(
+        "chunk_gated_delta_rule", raw, RAW, wide=WIDE, rows=RULE, factor=4
+    ),
+    "chunk_gated_delta_rule, packed": Problem(
+        "chunk_gated_delta_rule", packed, RULE, wide=WIDE, factor=4
+    ),
+    "chunk_gated_delta_rule, pool": Problem(
+        "chunk_gated_delta_rule", pool, written=("initial_state",), wide=WIDE, factor=4
+    ),
+    "chunk_gated_delta_rule_opt": Problem(
+        "chunk_gated_delta_rule_opt", rule, wide=WIDE, rows=RULE, factor=4
+    ),
+    "chunk_gated_delta_rule_opt_vk": Problem(
+        "chunk_gated_delta_rule_opt_vk", rule, wide=WIDE, rows=RULE, factor=4
+    ),
+    "fused_recurrent_gated_delta_rule": Problem(
+        "fused_recurrent_gated_delta_rule", rule, RULE, wide=WIDE, rows=RULE, factor=4
+    ),
+    "fused_recurrent_gated_delta_rule, gates inside": Problem(
+        "fused_recurrent_gated_delta_rule", raw, RAW, wide=WIDE, rows=RULE, factor=4
+    ),
+    "fused_recurrent_gated_delta_rule, pool": Problem(
+        "fused_recurrent_gated_delta_rule", pool, written=("initial_state",), wide=WIDE, factor=4
+    ),
+    "replay_gated_delta_rule": Problem(
+        "replay_gated_delta_rule", ring, wide=WIDE, factor=4
+    ),
+    "materialise_ring": Problem("materialise_ring", materialised, wide=("state",)),
+    "chunk_kda": Problem("chunk_kda", channels, RULE, wide=WIDE, rows=RULE, factor=4),
+    "chunk_kda, gates inside": Problem(
+        "chunk_kda", lambda *a: raw(*a, make=channels), RAW, wide=WIDE, rows=RULE, factor=4
+    ),
+    "chunk_kda, packed": Problem(
+        "chunk_kda", lambda *a: packed(*a, make=channels), RULE, wide=WIDE, factor=4
+    ),
+    "fused_recurrent_kda": Problem(
+        "fused_recurrent_kda", channels, RULE, wide=WIDE, rows=RULE, factor=4
+    ),
+    "fused_recurrent_kda, pool": Problem(
+        "fused_recurrent_kda", lambda *a: pool(*a, make=channels), written=("initial_state",),
+        wide=WIDE, factor=4,
+    ),
+}  # fmt: skip
