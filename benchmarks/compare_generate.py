@@ -2,7 +2,7 @@
 
     python benchmarks/compare_generate.py [--cases qwen:1 llama:1 qwen:64] [--without compile]
                                           [--wait-for FILE]
-    python benchmarks/compare_generate.py --loop | --plain | --replay
+    python benchmarks/compare_generate.py --loop | --plain | --replay | --chosen
 
 Random weights, bf16, 128 tokens after a prompt of 512, greedy, all ways in one process and on the
 same weights, plain transformers before ours. Its GDN layers decode with FLA's kernels; prompts, for
@@ -18,10 +18,14 @@ transformers, kernelized, and with CUDA graphs, which then takes a static cache.
 length of the prompt and the number of new tokens.
 --replay compares ours with ours that write states of Gated DeltaNet once in 16 tokens, in turns,
 and nothing else: graphed tokens.
+--chosen compares tokens that the graph chooses with tokens that transformers' loop chooses of the
+graph's logits, in turns: greedy, drawn (temperature .8, top-k 50, top-p .9), drawn without a top-k,
+and greedy after a least number of new tokens.
 """
 
 import gc
 import statistics
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -46,6 +50,7 @@ KINDS = {  # option -> record and cases; without one, the first
     "loop": ("generate_loop", ["qwen:1", "llama:1"]),
     "plain": ("generate_plain", ["qwen:1:512:128", "llama:1:512:128", "llama:1:8192:32"]),
     "replay": ("replay_models", ["qwen:64", "qwen:256"]),
+    "chosen": ("generate_chosen", ["qwen:1", "llama:1", "llama:64"]),
 }
 ARGUMENTS = {
     "--cases": {"nargs": "+", "help": "model:batch"},
@@ -174,6 +179,36 @@ def looped(package, name: str, batch: int, begin: Optional[Path] = None) -> list
     return [row_of(name, batch, in_turns(ways, begin))]
 
 
+CHOSEN = {  # how tokens are chosen
+    "greedy": {},
+    "drawn": {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.9},
+    "drawn without a top-k": {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 0.9},
+    "greedy, least": {"min_new_tokens": SHORT // 2},
+}
+
+
+@torch.no_grad()
+def chosen(package, name: str, batch: int, begin: Optional[Path] = None) -> list:
+    """Tokens that the graph chooses, and those that the loop chooses of the graph's logits."""
+    model = model_of(name)
+    print(package.kernelize(model, cuda_graphs=True), flush=True)
+    late = sys.modules[f"{package.__name__}.decoding.late"]
+    hands_on = late.hands_on
+
+    def way(inside: bool, **options) -> float:
+        late.hands_on = hands_on if inside else lambda loop: False
+        try:
+            return token_us(model.generate, batch, **options)
+        finally:
+            late.hands_on = hands_on
+
+    ways = {"graph": lambda: graph_us(model, batch)}
+    for what, options in CHOSEN.items():
+        ways[what] = partial(way, True, **options)
+        ways[f"{what}, by the loop"] = partial(way, False, **options)
+    return [row_of(name, batch, in_turns(ways, begin, 2 * TURNS))]
+
+
 @torch.no_grad()
 def plainly(package, name: str, batch: int, prompt: int, new: int) -> list:
     """generate as people write it."""
@@ -279,7 +314,7 @@ def kind_of(options) -> str:
 
 def rows(package, options):
     kind, begin = kind_of(options), options.wait_for
-    if kind not in ("loop", "replay"):
+    if kind not in ("loop", "replay", "chosen"):
         decode_with_fla(package)
     for case in options.cases or KINDS[kind][1]:
         name, batch, *lengths = case.split(":")
@@ -287,7 +322,7 @@ def rows(package, options):
         if kind == "plain":
             yield from plainly(*found, *map(int, lengths))
         elif kind:
-            yield from {"loop": looped, "replay": replayed}[kind](*found, begin)
+            yield from {"loop": looped, "replay": replayed, "chosen": chosen}[kind](*found, begin)
         else:
             yield from compare(*found, options.without, begin)
         gc.collect()

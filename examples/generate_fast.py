@@ -1,10 +1,13 @@
 """Tokens a second and the time to the first tokens of generate: eager, compiled, and graphed.
 
     python examples/generate_fast.py [--device cuda] [--tokens 128] [--ways eager compiled graphed]
+                                     [--choices greedy drawn]
 
-A Qwen3.5 with random weights decodes on a static cache. "compiled" is what transformers does with
-such a cache on a GPU, "graphed" is kernelize(model, cuda_graphs=True). On a CPU, where there are no
-CUDA graphs, the model is tiny and the report says that decoding was left alone.
+A Qwen3.5 with random weights decodes on a static cache, greedily and with tokens that are drawn
+(temperature .8, top-k 50, top-p .9): for a seed all ways draw the same. "compiled" is what
+transformers does with such a cache on a GPU, "graphed" is kernelize(model, cuda_graphs=True). On a
+CPU, where there are no CUDA graphs, the model is tiny and the report says that decoding was left
+alone.
 """
 
 import argparse
@@ -16,6 +19,10 @@ import transformers
 from parts import load_kernel
 
 WAYS = ("eager", "compiled", "graphed")
+CHOICES = {
+    "greedy": {"do_sample": False},
+    "drawn": {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.9},
+}
 FEWEST = 5  # tokens
 GPU = {
     "hidden_size": 2560,
@@ -68,13 +75,14 @@ class Clock(transformers.generation.BaseStreamer):
         pass
 
 
-def generate(model, ids, count: int, way: str):
+def generate(model, ids, count: int, way: str, choice: str):
     """The tokens, and seconds from the call to each of them."""
     clock = Clock()
+    torch.manual_seed(0)
     tokens = model.generate(
         ids,
         max_new_tokens=count,
-        do_sample=False,
+        **CHOICES[choice],
         cache_implementation="static",
         disable_compile=way == "eager",
         streamer=clock,
@@ -82,20 +90,22 @@ def generate(model, ids, count: int, way: str):
     return tokens, clock.times[1:]  # the first is when the prompt came
 
 
-def run(kernel, device: str, count: int, ways) -> dict:
-    """{way: (tokens, seconds to each)}, printed as they come."""
+def run(kernel, device: str, count: int, ways, choices=tuple(CHOICES)) -> dict:
+    """{(way, choice): (tokens, seconds to each)}, printed as they come."""
     model = random_model(device)
     ids = torch.randint(1, 512, (1, 32), device=device)
-    print(f"{'':10}{'first token':>14}{'fifth token':>14}{'tokens/s':>12}")
+    print(f"{'':17}{'first token':>14}{'fifth token':>14}{'tokens/s':>12}")
     found = {}
     for way in ways:
         if way == "graphed":
             report = kernel.kernelize(model, cuda_graphs=True)
-        tokens, times = generate(model, ids, count, way)
-        steady = times[len(times) // 2 :]
-        rate = (len(steady) - 1) / (steady[-1] - steady[0])
-        print(f"{way:10}{times[0]:12.2f} s{times[4]:12.2f} s{rate:12.1f}", flush=True)
-        found[way] = tokens, times
+        for choice in choices:
+            tokens, times = generate(model, ids, count, way, choice)
+            steady = times[len(times) // 2 :]
+            rate = (len(steady) - 1) / (steady[-1] - steady[0])
+            name = f"{way}, {choice}"
+            print(f"{name:17}{times[0]:12.2f} s{times[4]:12.2f} s{rate:12.1f}", flush=True)
+            found[way, choice] = tokens, times
     if "graphed" in ways:
         print(f"\n{report}")
         kernel.restore(model)
@@ -114,6 +124,9 @@ def main() -> None:
     parser.add_argument(
         "--ways", nargs="+", choices=WAYS, default=WAYS, help="which ways of decoding to time"
     )
+    parser.add_argument(
+        "--choices", nargs="+", choices=CHOICES, default=list(CHOICES), help="how tokens are chosen"
+    )
     arguments = parser.parse_args()
     if arguments.tokens < FEWEST:
         parser.error(f"--tokens must be at least {FEWEST}, the fifth is timed: {arguments.tokens}")
@@ -121,7 +134,7 @@ def main() -> None:
         parser.error("--device cuda: torch finds no GPU on this machine")
     transformers.logging.set_verbosity_error()
     logging.getLogger("kernels").setLevel(logging.ERROR)
-    run(load_kernel(), arguments.device, arguments.tokens, arguments.ways)
+    run(load_kernel(), arguments.device, arguments.tokens, arguments.ways, arguments.choices)
 
 
 if __name__ == "__main__":

@@ -833,6 +833,30 @@ for grad, kind in ((False, "forward"), (True, "training")):
 calls(_rms_norm, "rms_norm forward", {"no weight": dict(weight=None, added=False)}, M=4096)
 
 
+# --- the choice of a token
+
+
+def _choose(kernel, V, B=1, dtype=BF16, seen=False, ends=0, **options):
+    ops, call = submodule("sampling.ops"), submodule("sampling.call")
+    options = call.ChooseOptions(**options)
+    logits = values(B, V, dtype=dtype)
+    q = values(B, V, dtype=FP32) if options.top_k else None
+    met = torch.zeros(B, V + 1, dtype=torch.bool, device=DEVICE) if seen else None
+    ids = torch.zeros(ends, dtype=torch.int64, device=DEVICE) if ends else None
+    length = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    return lambda: ops.CHOOSE((logits, q, met, ids, length), options)
+
+
+calls(_choose, "sampling, choice", {
+    "greedy": dict(V=128256, top_k=0),
+    "greedy, fp32, penalty, ends": dict(
+        V=32768, top_k=0, dtype=FP32, seen=True, ends=2, penalty=1.1, least=9),
+    "top-k, top-p": dict(V=248320, B=64, top_k=50, top_p=0.9, temperature=0.8),
+    "all": dict(
+        V=151936, B=4, top_k=256, top_p=0.9, min_p=0.02, seen=True, ends=1, penalty=1.1, least=9),
+})  # fmt: skip
+
+
 # --- the loss of language models
 
 

@@ -1,22 +1,27 @@
-"""The choice of a token inside a graph: transformers' processors and its draw, behind a step.
+"""The choice of a token inside a graph: transformers' changes of the scores, and its draw.
 
 `torch.multinomial(p, 1)` is the argmax of p / q, where q are exponential numbers that torch draws.
 A graph that captures these operations gives transformers' own tokens for a seed and advances the
-random generator as an eager call does. Processors that look at the scores alone are captured as
-they are; those that look at the tokens so far have a form here that reads what the graph itself
-keeps: the number of tokens, and which ones were met.
+random generator as an eager call does. A `LogitsProcessor` that looks at the scores alone is
+captured as it is; one that looks at the tokens so far has a form here that reads what the graph
+itself keeps: the number of tokens, and which ones were met.
 
 transformers' loop gets a `Token` in the place of logits. It runs with functions of its own names
 (`argmax`, `multinomial`, `softmax`) that hand a Token on and are torch's for any other value.
 """
 
 import functools
+import math
 from typing import Any, Optional
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..sampling.call import ChooseOptions
+from ..sampling.ops import CHOOSE
+
+MOST_ENDS = 16  # words that end a sequence, which a kernel compares one by one
 # processors of the scores alone, whose operations wait for nothing
 FREE = {
     "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper",
@@ -98,7 +103,7 @@ def draws_alike(device: torch.device) -> bool:
 def choice_of(processors: list, config: Any, device: torch.device) -> Optional["Choice"]:
     """The choice of a call of generate, if a graph can make it; else None.
 
-    processors: of transformers. Whoever asks for scores or logits sees them in transformers' loop.
+    Calls that ask for scores or logits see them in transformers' own loop.
     """
     told = getattr(config, "return_dict_in_generate", False)
     if told and (config.output_scores or config.output_logits):
@@ -112,7 +117,7 @@ def choice_of(processors: list, config: Any, device: torch.device) -> Optional["
 
 
 class Choice:
-    """The processors of one call of generate, in the place of its list of them."""
+    """The list of `LogitsProcessor`s of one call of generate, in the place of that list."""
 
     def __init__(self, processors: list, draws: bool):
         self.processors, self.draws = processors, draws
@@ -129,7 +134,7 @@ class Choice:
 
 
 def _key(processor: Any) -> tuple:
-    """The class of a processor and the values of its attributes."""
+    """The class of a `LogitsProcessor` and the values of its attributes."""
     values = [
         (name, (*value.shape, *value.flatten().tolist()) if torch.is_tensor(value) else value)
         for name, value in sorted(vars(processor).items())
@@ -147,6 +152,7 @@ class Chooser:
     def __init__(self, choice: Choice):
         B, device = len(choice.ids), choice.ids.device
         self.choice, self.steps = choice, [_step(each) for each in choice.processors]
+        self.known = known_to_kernels(choice)
         self.tokens = -1  # in length and seen
         self.length = torch.zeros((), dtype=torch.int64, device=device)
         penalised = any(type(each).__name__ == PENALTY for each in choice.processors)
@@ -168,21 +174,39 @@ class Chooser:
     def choose(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """The tokens [B] after logits [B, T, V] of a step that has read ids [B, 1]."""
         self.length.add_(1)
-        scores = logits[:, -1].float()
         if self.seen is not None:
             self.seen.scatter_(1, ids.clamp(max=self.seen.shape[1] - 1), True)
+        logits, q = logits[:, -1], None
+        if self.choice.draws:
+            q = torch.empty(logits.shape, dtype=torch.float32, device=logits.device).exponential_()
+        if self.known is not None:
+            ends, options = self.known
+            found = CHOOSE((logits, q, self.seen, ends, self.length), options)
+            if found is not None:
+                tokens, right = found
+                if q is not None:
+                    torch._assert_async(right.all())  # as torch.multinomial does
+                return tokens
+        scores = logits.float()
         for step in self.steps:
             scores = step(scores, ids, self)
-        if not self.choice.draws:
+        if q is None:
             return scores.argmax(-1)
         p = scores.softmax(-1)
         first = p[:, :1]  # NaN if any score is, as torch.multinomial asserts
         torch._assert_async((first == first).all())
-        return (p / torch.empty_like(p).exponential_()).argmax(-1)
+        return (p / q).argmax(-1)
+
+    def warm_up(self, logits: torch.Tensor, ids: torch.Tensor, generator: Any) -> None:
+        """Loads what a capture would have to load, and leaves the random generator as it was."""
+        offset = generator.get_offset()
+        self.choose(logits, ids)
+        generator.set_offset(offset)
+        self.tokens = -1
 
 
 def _step(processor: Any):
-    """A function (scores, ids, chooser) -> scores of a processor."""
+    """A function (scores, ids, chooser) -> scores of a `LogitsProcessor`."""
     name = type(processor).__name__
     if name == PENALTY:
         penalty = processor.penalty
@@ -202,6 +226,41 @@ def _step(processor: Any):
 
         return prolonged
     return lambda scores, ids, _: processor(ids, scores)
+
+
+# what kernels compute, in the order in which transformers has them
+KNOWN = (
+    (PENALTY,), LEAST, ("TemperatureLogitsWarper",), ("TopKLogitsWarper",), ("TopPLogitsWarper",),
+    ("MinPLogitsWarper",),
+)  # fmt: skip
+
+
+def known_to_kernels(choice: Choice) -> Optional[tuple]:
+    """(ends or None, ChooseOptions) of a choice that kernels may make, else None: one in this
+    order, with a top-k if it draws."""
+    found: dict = {"top_k": 0}
+    ends, place = None, 0
+    for each in choice.processors:
+        name = type(each).__name__
+        here = next((i for i, names in enumerate(KNOWN) if name in names), -1)
+        odd = here < place or getattr(each, "min_tokens_to_keep", 1) != 1
+        if odd or getattr(each, "filter_value", -math.inf) != -math.inf:
+            return None
+        place = here
+        if name == PENALTY:
+            found["penalty"] = float(each.penalty)
+        elif name in LEAST:  # transformers makes both of a least number of new tokens
+            found["least"] = max(found.get("least", 0), least_of(each))
+            if ends is not None and ends is not each.eos_token_id:
+                return None
+            ends = each.eos_token_id
+        else:
+            (option,) = {"temperature", "top_k", "top_p", "min_p"} & vars(each).keys()
+            found[option] = getattr(each, option)
+    if choice.draws != bool(found["top_k"]) or ends is not None and ends.numel() > MOST_ENDS:
+        return None
+    ends = None if ends is None else ends.reshape(-1).to(choice.ids.device)
+    return ends, ChooseOptions(**found)
 
 
 def least_of(processor: Any) -> int:

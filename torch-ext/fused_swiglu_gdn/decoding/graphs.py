@@ -17,7 +17,7 @@ from torch import nn
 from ..layers.plain import named_modules
 from ..layers.replay import rings_begin
 from ..runtime.checks import is_int, is_model
-from .ahead import MASK, Ahead, ahead_of, restore_ahead, serve_ahead
+from .ahead import MASK, Ahead, Masks, Update, ahead_of, restore_ahead, serve_ahead
 from .capture import Graph
 from .choosing import Choice, Chooser, Token
 from .graph_rules import (
@@ -35,6 +35,7 @@ from .rehearsal import expect_none, expect_prompt
 from .watch import CacheWatch, ModelWatch
 
 SEAM = "get_compiled_call"
+REPLACED = {SEAM, Generate.name, Update.name, Masks.name}  # methods of a model
 PAYS = 16  # replays that pay for a capture
 WASTED = 3  # captures of one cache that may be in vain
 
@@ -75,6 +76,8 @@ def restore_graphs(model: nn.Module) -> int:
     """Undoes serve_graphs; returns the number of modules that changed."""
     served = 0
     for _, module in named_modules(model):
+        if REPLACED.isdisjoint(module.__dict__):
+            continue
         take_back(module, Generate)
         restore_ahead(module)
         if SEAM in module.__dict__ and take_back(module, Decoding):
@@ -133,7 +136,14 @@ class Step:
             return self._capture(model, cache, inputs, Graph(device), choice)
         self.key, self.before = key, tensors
         with rings_begin():
-            return Graph(device).run(lambda: self._call(model, cache, inputs))
+            return Graph(device).run(lambda: self._first(model, cache, inputs, choice))
+
+    def _first(self, model: nn.Module, cache: Any, inputs: dict, choice: Optional[Choice]):
+        out = self._call(model, cache, inputs)
+        if choice is not None:
+            ids = inputs["input_ids"]
+            Chooser(choice).warm_up(out.logits, ids, Graph.generator(ids.device))
+        return out
 
     def _call(self, model: nn.Module, cache: Any, inputs: dict):
         return model(**{self.name: cache}, **inputs)

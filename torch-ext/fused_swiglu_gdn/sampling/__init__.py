@@ -1,0 +1,1 @@
+"""The choice of a token from logits; called by decoding/ alone."""
