@@ -141,7 +141,7 @@ class _Sequences:
         self.cache, self.cp = cache, kwargs.get("cp_context")
         if cache is not None and self.cp is not None:
             raise ValueError("use_cache must be False with cp_context: decoding has no such")
-        self.conv_state = self.state = self.held = None
+        self.conv_state = self.state = self.held = cached = None
         self.recording = before = False
         if cache is not None:
             cached = cache.layers[layer.layer_idx]
@@ -152,8 +152,10 @@ class _Sequences:
             self.lengths = None  # the context has them
         elif self.lengths is None and kwargs.get("seq_idx") is not None:
             self.lengths = _lengths_of(kwargs["seq_idx"])
+        # a cache layer that takes tokens back (decoding/drafts.py) keeps the state after each
+        self.back = cached if before and tokens <= getattr(cached, "goes_back", 0) else None
         self.one_step = tokens == 1 and before
-        alone = not self.recording and self.lengths is None
+        alone = not self.recording and self.lengths is None and self.back is None
         self.in_place = self.one_step and alone and not torch.is_grad_enabled()
         if before:
             self.conv_state = cached.conv_states[0]  # [B, D, W]
@@ -225,6 +227,13 @@ def _rule(layer, q, k, v, a, b, allow_neg_eigval, seq: _Sequences):
     }  # fmt: skip
     if seq.held is not None:
         return seq.held.step(q, k, v, a, b, **options)
+    if seq.back is not None and seq.lengths is None:
+        o, states = gdn.fused_recurrent_gated_delta_rule(
+            q, k, v, a, b, initial_state=seq.state, output_all_states=True, **options
+        )
+        seq.back.keep(states)
+        seq.cache.update_recurrent_state(states[:, -1], layer.layer_idx)
+        return o
     options.update(initial_state=seq.state, output_final_state=seq.cache is not None)
     options["cu_seqlens"] = seq.lengths
     if not seq.one_step:

@@ -127,8 +127,9 @@ def _learns(layer: nn.Module, roles: Roles, x: torch.Tensor) -> bool:
 
 
 def _records(cache, layer: nn.Module, roles: Roles) -> bool:
-    """The cache keeps what it would need to take tokens back."""
-    return getattr(cache.layers[at(roles.index)(layer)], "record_past", False)
+    """The cache keeps what it would need to take tokens back, in the class's own way."""
+    cached = cache.layers[at(roles.index)(layer)]
+    return getattr(cached, "record_past", False) and not getattr(cached, "goes_back", 0)
 
 
 def kimi_delta_attention(
@@ -139,13 +140,14 @@ def kimi_delta_attention(
         hidden_states = (hidden_states * mask[:, :, None]).to(hidden_states.dtype)
     x, heads, index = hidden_states, (-1, _head_dim(layer, roles)), at(roles.index)(layer)
     qkv, f, z, b = _projected(layer, roles, x)
-    conv_state = state = None
+    conv_state = state = back = None
     if cache is not None and cache.layers[index].has_previous_state[0]:
         cached = cache.layers[index]
         conv_state, state = cached.conv_states[0], cached.recurrent_states[0]
+        back = cached if x.shape[1] <= getattr(cached, "goes_back", 0) else None
     if state is not None and torch.is_grad_enabled():
         state = state.clone()  # autograd keeps what it reads, and the cache is overwritten
-    step = x.shape[1] == 1 and state is not None and not torch.is_grad_enabled()
+    step = x.shape[1] == 1 and state is not None and not torch.is_grad_enabled() and back is None
     y = _convolution(layer, roles, qkv, cache, conv_state if step else None, lengths)
     q, k, v, f, z = (part.unflatten(-1, heads) for part in (*y.chunk(3, -1), f, z))
     options = {
@@ -153,7 +155,11 @@ def kimi_delta_attention(
         "A_log": at(roles.A_log)(layer), "dt_bias": at(roles.dt_bias)(layer),
         "use_beta_sigmoid_in_kernel": True, "initial_state": state,
     }  # fmt: skip
-    if step:
+    if back is not None:  # which keeps the state after each token
+        o, states = kda.fused_recurrent_kda(q, k, v, f, b, output_all_states=True, **options)
+        back.keep(states)
+        cache.update_recurrent_state(states[:, -1].to(torch.float32), index)
+    elif step:
         o, _ = kda.fused_recurrent_kda(q, k, v, f, b, inplace_final_state=True, **options)
     else:
         options.update(output_final_state=cache is not None, cu_seqlens=lengths)

@@ -8,6 +8,7 @@ from typing import List, Optional, Sequence, Tuple
 import torch
 from torch import nn
 
+from ..decoding.drafts import serve_drafts
 from ..decoding.graph_rules import why_not_model
 from ..decoding.graphs import Served, restore_graphs, serve_graphs
 from ..layers.plain import PLAIN_TENSORS, named_modules, told
@@ -114,6 +115,7 @@ def kernelize(
         of_loss = serve_cross_entropy(model, _place_of(model))
     rows += [] if of_loss is None else [of_loss]
     rows += [_of_decoding(serve_graphs(model))] if cuda_graphs else []
+    serve_drafts(model)
     rows += [_replays(model, rows, replay)] if replay else []
     return Report([row for row in rows if row is not None], _place_of(model)).warn_once()
 

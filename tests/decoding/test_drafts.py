@@ -1,0 +1,177 @@
+"""Drafts for models with recurrent states: tokens, logits and states are those without drafts.
+
+Equal tokens alone prove nothing: with states that are never taken back they were still equal.
+"""
+
+import contextlib
+import copy
+import pickle
+
+import pytest
+import torch
+from conftest import submodule
+from tiny_models import random_model, tokens
+
+transformers = pytest.importorskip("transformers")
+from transformers.generation import candidate_generator  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+drafts, dispatch = submodule("decoding.drafts"), submodule("runtime.dispatch")
+NEW = 14
+MIXIN = transformers.generation.GenerationMixin
+
+
+class Oracle(candidate_generator.CandidateGenerator):
+    """Drafts the tokens that will come, but for one at a place of each round."""
+
+    def __init__(self, truth, count, wrong):
+        self.truth, self.count, self.wrong, self.rounds = truth, count, wrong, []
+
+    def get_candidates(self, input_ids, *args, **given):
+        n = input_ids.shape[1]
+        found = self.truth[:, n : n + self.count].clone()
+        if self.wrong is not None and found.shape[1] > self.wrong:
+            found[:, self.wrong] = (found[:, self.wrong] + 1) % 90
+        self.rounds.append(found.shape[1])
+        return torch.cat([input_ids, found], 1), None
+
+    def update_candidate_strategy(self, *given):
+        pass
+
+
+def states_of(out):
+    cache = out.get("cache") if out.get("cache") is not None else out.past_key_values
+    layers = [x for x in cache.layers if getattr(x, "recurrent_states", None)]
+    assert layers
+    return [x for layer in layers for x in (layer.recurrent_states[0], layer.conv_states[0])]
+
+
+def assert_the_same(one, two, limit):
+    assert torch.equal(one.sequences, two.sequences)
+    pairs = [*zip(one.logits, two.logits, strict=True), *zip(states_of(one), states_of(two))]
+    for a, b in pairs:
+        a = a[..., -b.shape[-1] :]
+        assert ((a - b).abs().max() / b.abs().max().clamp_min(1e-9)).item() <= limit
+
+
+@pytest.fixture
+def reference():
+    with dispatch.force("reference"):
+        yield
+
+
+def served(kernel, name, **options):
+    model = random_model(name)
+    kernel.kernelize(model, **options)
+    assert type(model.generate).__name__ == "Drafted"
+    return model
+
+
+def run(model, ids, **options):
+    words = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, **options}
+    return model.generate(ids, return_dict_in_generate=True, output_logits=True, **words)
+
+
+@pytest.mark.parametrize("count, wrong", [(3, None), (3, 0), (3, 1), (1, None), (9, 5)])
+@pytest.mark.parametrize("name", ["qwen3_5_text", "kimi_linear", "olmo_hybrid"])
+def test_drafts_of_an_oracle(kernel, reference, monkeypatch, name, count, wrong):
+    model, ids = served(kernel, name), tokens(1, 11)
+    before = run(model, ids)
+    oracle = Oracle(before.sequences, count, wrong)
+    monkeypatch.setattr(MIXIN, drafts.GENERATOR, lambda self, **given: oracle)
+    after = run(model, ids, prompt_lookup_num_tokens=count)
+    assert_the_same(after, before, 2e-5)
+    assert len(oracle.rounds) == (NEW if wrong == 0 else len(oracle.rounds)) > 1
+    if wrong is None:
+        assert len(oracle.rounds) <= 2 + NEW // (min(count, drafts.MOST) + 1)
+
+
+def test_states_that_are_not_put_back_are_seen(kernel, reference, monkeypatch):
+    """That these tests can fail."""
+    model, ids = served(kernel, "qwen3_5_text"), tokens(1, 11)
+    before = run(model, ids)
+    oracle = Oracle(before.sequences, 3, 1)
+    monkeypatch.setattr(MIXIN, drafts.GENERATOR, lambda self, **given: oracle)
+    own = drafts._layer_class
+
+    def forgets(kind):
+        made = own(kind)
+        return type(
+            made.__name__,
+            (made,),
+            {"keep": lambda self, states: setattr(self, "after", states[:, -1:].expand_as(states))},
+        )
+
+    monkeypatch.setattr(drafts, "_layer_class", forgets)
+    with pytest.raises(AssertionError):
+        assert_the_same(run(model, ids, prompt_lookup_num_tokens=3), before, 2e-5)
+
+
+OPTIONS = {
+    "lookup": {"prompt_lookup_num_tokens": 3},
+    "many": {"prompt_lookup_num_tokens": 20},
+    "padding": {"prompt_lookup_num_tokens": 3},
+    "an end": {"prompt_lookup_num_tokens": 3, "eos_token_id": list(range(40, 60))},
+    "scores": {
+        "prompt_lookup_num_tokens": 3, "repetition_penalty": 1.1, "min_new_tokens": 6,
+        "eos_token_id": [7, 9],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", OPTIONS)
+@pytest.mark.parametrize("name", ["qwen3_5_text", "kimi_linear"])
+def test_prompt_lookup(kernel, reference, name, what):
+    model = served(kernel, name)
+    ids = tokens(1, 4).repeat(1, 4)
+    options = dict(OPTIONS[what])
+    if what == "padding":
+        mask = torch.ones_like(ids)
+        mask[:, :3] = 0
+        options["attention_mask"] = mask
+    before = run(model, ids, **{n: x for n, x in options.items() if n != drafts.LOOKUP})
+    assert_the_same(run(model, ids, **options), before, 2e-5)
+
+
+@pytest.mark.parametrize("helper", ["qwen3", "qwen3_5_text"])
+def test_an_assistant(kernel, reference, helper):
+    """A dense one and a hybrid one, whose own states transformers never takes back."""
+    model, ids = served(kernel, "qwen3_5_text"), tokens(1, 11)
+    assistant = random_model(helper)
+    if helper == "qwen3_5_text":
+        assistant.load_state_dict(model.state_dict())
+    before = run(model, ids)
+    assert_the_same(run(model, ids, assistant_model=assistant), before, 2e-5)
+
+
+def test_what_stays_refused(kernel, reference):
+    """As transformers does, where a layer with states is not served, and for batches."""
+    ids = tokens(2, 9)
+    model = served(kernel, "qwen3_5_text")
+    with pytest.raises(ValueError, match="batch_size"):
+        run(model, ids, prompt_lookup_num_tokens=3)
+    other = random_model("qwen3_5_text")
+    kernel.kernelize(other, skip=["gdn"])
+    assert "generate" not in other.__dict__
+    with pytest.raises(ValueError, match="stateful"):
+        run(other, ids[:1], prompt_lookup_num_tokens=3)
+    assert drafts.why_not_drafts(random_model("llama")) == "it has no recurrent state"
+    kernel.restore(model)
+    assert "generate" not in model.__dict__
+
+
+def test_cache_layers():
+    layer = transformers.cache_utils.LinearAttentionLayer()
+    own = type(layer)
+    cache = transformers.DynamicCache()
+    cache.layers.append(layer)
+    drafts.go_back(cache)
+    assert layer.is_croppable and type(layer) is not own
+    layer.keep(torch.zeros(1, 2, 3))
+    again = pickle.loads(pickle.dumps(layer))
+    assert type(again) is own and "after" not in again.__dict__
+    layer.activate_past_recording()
+    with pytest.raises(RuntimeError, match="the states before the latest 2 tokens are not kept"):
+        layer.crop(-2)
+    with contextlib.suppress(KeyError):
+        assert copy.deepcopy(cache).layers[0].__class__.__name__ == own.__name__

@@ -1,0 +1,175 @@
+"""Drafts for models with recurrent states: prompt lookup and assistants in transformers' generate.
+
+transformers refuses them for a model whose cache cannot take tokens back. Its own assisted decoding
+runs here on a view of the model that says it is not stateful, on a cache whose layers with a
+recurrent state keep the state after each token of the latest call and go back to one of them in
+`crop`. The first round has no drafts: a prompt runs in chunks, after which there are no such
+states. Greedy tokens are those without drafts, as far as sums of several rows round as those of
+one.
+"""
+
+import functools
+import sys
+from typing import Any, Optional
+
+import torch
+from torch import nn
+
+from ..layers.plain import named_modules
+from .graph_rules import CACHE_NAMES, CACHES
+from .late import UTILS, Generate, View
+
+ASSISTED, GENERATOR = "_assisted_decoding", "_get_candidate_generator"
+LOOKUP = "prompt_lookup_num_tokens"
+MOST = 7  # drafts of a round: a round keeps a state for each of its tokens
+RULES = ("GatedDeltaNet", "KimiDeltaAttention")  # layers of ours that keep states
+
+
+def why_not_drafts(model: nn.Module) -> Optional[str]:
+    """Reason why transformers' refusal of drafts stays, or None."""
+    kind = type(model)
+    mixin = getattr(sys.modules.get(UTILS), "GenerationMixin", None)
+    if not getattr(kind, "_is_stateful", False):
+        return "it has no recurrent state"
+    names = ("generate", ASSISTED, GENERATOR)
+    if mixin is None or any(getattr(kind, n, None) is not getattr(mixin, n, n) for n in names):
+        return "generate is not transformers' own"
+    config = model.config.get_text_config(decoder=True)
+    recurrent = [each for each in getattr(config, "layer_types", ()) or () if "linear" in each]
+    served = [m for _, m in named_modules(model) if _keeps_states(m)]
+    if not recurrent or len(recurrent) != len(served):
+        return "a layer with a recurrent state is not served"
+    return None
+
+
+def _keeps_states(module: nn.Module) -> bool:
+    return getattr(module, "served_as", "").endswith(RULES)
+
+
+def asks_for_drafts(model: nn.Module, options: dict) -> bool:
+    """True for a call of generate that is assisted decoding by prompt lookup or an assistant."""
+    if options.get("assistant_model") is not None:
+        return True
+    config, name = options.get("generation_config") or model.generation_config, LOOKUP
+    return options.get(name, getattr(config, name, None)) is not None
+
+
+class Drafted(Generate):
+    """Replaces a model's generate, also where it decodes without graphs."""
+
+    def __call__(self, *args, **options):
+        model = self.model
+        own = type(model).generate
+        if asks_for_drafts(model, options) and why_not_drafts(model) is None:
+            return own(draft_view(model), *args, **options)
+        if "get_compiled_call" in model.__dict__:
+            return super().__call__(*args, **options)
+        return own(model, *args, **options)
+
+
+def serve_drafts(model: nn.Module) -> None:
+    """Lets generate of the model, or of one inside it, take drafts where transformers refuses."""
+    for _, module in named_modules(model):
+        if getattr(type(module), "_is_stateful", False) and hasattr(type(module), "generate"):
+            before = module.__dict__.get(Drafted.name)
+            if type(before) in (type(None), Generate) and why_not_drafts(module) is None:
+                setattr(module, Drafted.name, Drafted(module))
+            return
+
+
+def draft_view(model: nn.Module) -> nn.Module:
+    """A model for transformers' generate that shares the model's attributes and is not stateful."""
+    view = object.__new__(_view_class(type(model)))
+    object.__setattr__(view, "__dict__", model.__dict__)
+    return view
+
+
+@functools.cache
+def _view_class(own: type) -> type:
+    def decode(self, *args, **given):
+        cache = next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
+        if cache is not None:
+            go_back(cache)
+        return own._assisted_decoding(self, *args, **given)
+
+    def generator(self, *args, **given):
+        return Few(own._get_candidate_generator(self, *args, **given))
+
+    members = {
+        "_is_stateful": False, ASSISTED: decode, GENERATOR: generator, "__doc__": own.__doc__,
+        "__module__": own.__module__, "__qualname__": own.__qualname__,
+    }  # fmt: skip
+    return type(own)(own.__name__, (View, own), members)
+
+
+class Few:
+    """A candidate generator of transformers: no drafts in the first round, at most MOST later."""
+
+    def __init__(self, inner: Any):
+        self.inner, self.first, self.drafted = inner, True, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def get_candidates(self, input_ids: torch.Tensor, *args, **given) -> tuple:
+        # an assistant takes positions from its first call, so it is asked in the first round, too
+        ids, logits = self.inner.get_candidates(input_ids, *args, **given)
+        first, self.first = self.first, False
+        length = input_ids.shape[1]
+        most = 0 if first else MOST
+        self.drafted = min(ids.shape[1] - length, most)
+        if first:
+            return input_ids, None
+        return ids[:, : length + most], None if logits is None else logits[:, :most]
+
+    def update_candidate_strategy(self, input_ids, scores, num_matches, *args, **given) -> None:
+        if self.drafted:
+            self.inner.update_candidate_strategy(input_ids, scores, num_matches, *args, **given)
+
+
+def go_back(cache: Any) -> None:
+    """Lets the cache's layers with a recurrent state take tokens back."""
+    mixin = sys.modules[CACHES].LinearAttentionCacheLayerMixin
+    for layer in cache.layers:
+        if isinstance(layer, mixin) and not getattr(layer, "goes_back", False):
+            layer.__class__ = _layer_class(type(layer))
+
+
+@functools.cache
+def _layer_class(own: type) -> type:
+    """A class of cache layers that also put their recurrent state back.
+
+    after [B, T, ...]: the states after each token of the latest call, at most MOST + 1. It has one
+    base class: Python changes no object's class to one with another layout.
+    """
+
+    class Layer(own):
+        goes_back = MOST + 1  # tokens of a call whose states are kept
+        is_croppable = True
+        is_compileable = False
+        after = None
+
+        def keep(self, states: torch.Tensor) -> None:
+            self.after = states
+
+        def crop(self, tokens_to_remove: int) -> None:
+            removed, states = abs(tokens_to_remove), self.after
+            if removed and (states is None or removed >= states.shape[1]):
+                raise RuntimeError(f"the states before the latest {removed} tokens are not kept")
+            super().crop(tokens_to_remove)
+            if removed:
+                self.recurrent_states[0].copy_(states[:, -1 - removed])
+            self.after = None
+
+        def __reduce_ex__(self, protocol):
+            state = {n: x for n, x in self.__dict__.items() if n != "after"}
+            return _plain, (own,), state
+
+    Layer.__name__, Layer.__qualname__, Layer.__module__ = (
+        own.__name__, own.__qualname__, own.__module__
+    )  # fmt: skip
+    return Layer
+
+
+def _plain(own: type) -> Any:
+    return own.__new__(own)
