@@ -27,6 +27,18 @@ def packed_lengths(kwargs):
     return kwargs.get("cu_seq_lens_q") if lengths is None else lengths
 
 
+def lengths_of(seq_idx):
+    """Cumulative lengths from the index of each token's sequence, [1, T]. Stops the host once."""
+    if seq_idx.shape[0] != 1:
+        raise ValueError(
+            "seq_idx must have shape [1, T] unless cu_seq_lens_q is given, "
+            f"got {list(seq_idx.shape)}"
+        )
+    starts = torch.nonzero(seq_idx[0, 1:] != seq_idx[0, :-1])[:, 0] + 1
+    ends = starts.new_tensor([0, seq_idx.shape[1]])
+    return torch.cat([ends[:1], starts, ends[1:]])
+
+
 def convolved(activation, convolution):
     """convolution(activation) if the kernel has the activation, else the two one after the
     other."""

@@ -22,7 +22,7 @@ from ..runtime.activations import OF_CONVOLUTION, OF_GATED_NORM, SAME
 from . import fp8_out
 from .forward import Arguments, forward_by
 from .fp8 import FORMS as FP8_FORMS
-from .functions import is_gated_norm, named_activation, normed_and_gated, packed_lengths
+from .functions import is_gated_norm, lengths_of, named_activation, normed_and_gated, packed_lengths
 from .own_code import Pinned, found_at
 from .plain import PLAIN_TENSORS
 from .projections import projections
@@ -151,7 +151,7 @@ class _Sequences:
         if self.cp is not None:
             self.lengths = None  # the context has them
         elif self.lengths is None and kwargs.get("seq_idx") is not None:
-            self.lengths = _lengths_of(kwargs["seq_idx"])
+            self.lengths = lengths_of(kwargs["seq_idx"])
         # a cache layer that takes tokens back (decoding/drafts.py) keeps the state after each
         self.back = cached if before and tokens <= getattr(cached, "goes_back", 0) else None
         self.one_step = tokens == 1 and before
@@ -166,18 +166,6 @@ class _Sequences:
         if self.state is not None and torch.is_grad_enabled():
             # autograd keeps what it reads, and the cache is about to be overwritten
             self.conv_state, self.state = self.conv_state.clone(), self.state.clone()
-
-
-def _lengths_of(seq_idx):
-    """Cumulative lengths from the index of each token's sequence, [1, T]. Stops the host once."""
-    if seq_idx.shape[0] != 1:
-        raise ValueError(
-            "seq_idx must have shape [1, T] unless cu_seq_lens_q is given, "
-            f"got {list(seq_idx.shape)}"
-        )
-    starts = torch.nonzero(seq_idx[0, 1:] != seq_idx[0, :-1])[:, 0] + 1
-    ends = starts.new_tensor([0, seq_idx.shape[1]])
-    return torch.cat([ends[:1], starts, ends[1:]])
 
 
 def _joined(q, k, v, joined=None):
