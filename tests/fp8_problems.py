@@ -29,15 +29,18 @@ def quantised(x: torch.Tensor):
     return prepared("fp8.portable.quantise", "quantise_fwd", call, x)
 
 
-def quantised_weight(weight: torch.Tensor) -> tuple:
-    """As transformers' Fp8Quantize: [N, K] e4m3 and 1 / scale [ceil(N / 128), K / 128]."""
+def quantised_weight(weight: torch.Tensor, e8m0: bool = False) -> tuple:
+    """As transformers' Fp8Quantize: [N, K] e4m3 and 1 / scale [ceil(N / 128), ceil(K / 128)]."""
     N, K = weight.shape
-    whole = torch.nn.functional.pad(weight.float(), (0, 0, 0, -N % 128))
+    whole = torch.nn.functional.pad(weight.float(), (0, -K % 128, 0, -N % 128))
     blocks = whole.unflatten(1, (-1, 128)).unflatten(0, (-1, 128))  # [N / 128, 128, K / 128, 128]
     amax = blocks.abs().amax((1, 3), keepdim=True)
     scale = 448.0 / torch.where(amax > 0, amax, torch.full_like(amax, 448.0))
+    if e8m0:
+        scale = 2.0 ** scale.log2().floor()
     codes = (blocks * scale).clamp(-448, 448).to(E4M3)
-    return codes.flatten(2).flatten(0, 1)[:N].contiguous(), (1.0 / scale)[:, 0, :, 0].contiguous()
+    codes, inverse = codes.flatten(2).flatten(0, 1)[:N, :K], (1.0 / scale)[:, 0, :, 0].contiguous()
+    return codes.contiguous(), inverse.to(torch.float8_e8m0fnu) if e8m0 else inverse
 
 
 def quantised_experts(weight: torch.Tensor) -> tuple:
@@ -48,8 +51,9 @@ def quantised_experts(weight: torch.Tensor) -> tuple:
 
 def exact(x, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """The product of FP8 operands in fp64, [P, N]."""
-    wide = scale.double().repeat_interleave(128, 0)[: len(weight)].repeat_interleave(128, 1)
-    codes = x.codes.double() * x.scales.double().repeat_interleave(128, 1)
+    N, K = weight.shape
+    wide = scale.double().repeat_interleave(128, 0)[:N].repeat_interleave(128, 1)[:, :K]
+    codes = x.codes.double() * x.scales.double().repeat_interleave(128, 1)[:, :K]
     return codes @ (weight.double() * wide).t()
 
 
@@ -80,12 +84,13 @@ def in_fp8(model: torch.nn.Module, skip=("lm_head",), **config) -> torch.nn.Modu
         replace_with_fp8_linear,
     )
 
-    plain = dict(copy.deepcopy(model).named_modules())
+    plain, e8m0 = dict(copy.deepcopy(model).named_modules()), config.get("scale_fmt") == "ue8m0"
     replace_with_fp8_linear(model, list(skip), FineGrainedFP8Config(**config))
     for name, module in model.named_modules():
         if isinstance(module, FP8Linear):
-            weight, scale = quantised_weight(plain[name].weight.detach())
-            module.weight, module.weight_scale_inv = map(torch.nn.Parameter, (weight, scale))
+            weight, scale = quantised_weight(plain[name].weight.detach(), e8m0)
+            module.weight = torch.nn.Parameter(weight)
+            module.weight_scale_inv = torch.nn.Parameter(scale, requires_grad=not e8m0)
             module.bias = plain[name].bias
         elif isinstance(module, FP8Experts):
             for part in ("gate_up_proj", "down_proj"):
@@ -112,17 +117,24 @@ SIZES = dict(  # of tiny models: widths that torch's product takes
 )  # fmt: skip
 
 
-def _tiny(name: str, config: str, skip: tuple, **sizes) -> torch.nn.Module:
+def _tiny(name: str, config: str, skip: tuple, scales="float", **sizes) -> torch.nn.Module:
     import transformers
 
     torch.manual_seed(0)
     config = getattr(transformers, config)(**{**SIZES, **sizes})
-    return in_fp8(getattr(transformers, name)(config).to(torch.bfloat16), skip)
+    model = getattr(transformers, name)(config).to(torch.bfloat16)
+    return in_fp8(model, skip, scale_fmt=scales)
 
 
 def tiny_qwen3(skip=("lm_head",), **more) -> torch.nn.Module:
     """Two layers of Qwen3."""
     return _tiny("Qwen3ForCausalLM", "Qwen3Config", skip, **more)
+
+
+def tiny_odd() -> torch.nn.Module:
+    """The same of widths that are no multiples of 512, one no multiple of 128, with scales in
+    e8m0, as DeepSeek-V3.1 and GLM have them."""
+    return tiny_qwen3(hidden_size=640, intermediate_size=1360, scales="ue8m0")
 
 
 def tiny_qwen3_5(skip=("lm_head", "in_proj_a", "in_proj_b"), **more) -> torch.nn.Module:

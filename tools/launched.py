@@ -710,26 +710,26 @@ def _fp8_dequantise(kernel, N, K):
 calls(_fp8_dequantise, "fp8 dequantise", {"": dict(N=14336, K=4096), "odd": dict(N=400, K=1152)})
 
 
-def _fp8_few(kernel, M, K=4096, rows=(14336, 14336), down=0, plain=()):
+def _fp8_few(kernel, M, K=4096, rows=(14336, 14336), down=0, plain=(), known=True, e8m0=False):
     ops = submodule("fp8.ops")
     weights = [values(n, K, dtype=E4M3) for n in rows]
     weights += [values(down, rows[0], dtype=E4M3)] if down else []
     scales = [values(*(-(-n // 128) for n in w.shape), dtype=FP32).abs() for w in weights]
     x = values(M, K)
-    more = (tuple(values(n, K) for n in plain), x) if plain else ()
+    plain = tuple(values(n, K) for n in plain)
+    if e8m0:
+        scales = [scale.to(torch.float8_e8m0fnu) for scale in scales]
 
     def run():
-        codes = ops.QUANTISE((x,))  # None on a chip without FP8
-        if codes and down:
-            return ops.FEW_MLP((*codes, *weights, *scales, None), (M,))
-        return codes and ops.few(codes, M, tuple(weights), tuple(scales), *more)
+        codes = ops.QUANTISE((x,)) if known else None  # None on a chip without FP8
+        if known and codes is None:
+            return None
+        if down:
+            tensors = (*weights, *scales, *(None,) * 3, x, *(codes or (None, None)), None)
+            return ops.MLP(tensors, ((M,), True))
+        return ops.products((M,), tuple(weights), tuple(scales), x, codes, plain)
 
     return run
-
-
-def _fp8_quantise_few(kernel, M, N, K=4096):
-    tensors = values(M, K), values(N, K, dtype=E4M3), values(-(-N // 128), K // 128, dtype=FP32)
-    return functools.partial(submodule("fp8.ops").QUANTISE_FEW, tensors)
 
 
 def _fp8_norm(kernel, M, K=4096, residual=True, mode="llama"):
@@ -748,9 +748,13 @@ for M in (1, 32, 64):
     calls(_fp8_few, f"fp8 few, M {M}", {
         "MLP": dict(down=4096), "qkv": dict(rows=(4096, 1024, 1024)), "one": dict(rows=(2048,)),
         "beside bf16": dict(K=2560, rows=(8192, 4096), plain=(32, 32)),
+        "quantised": dict(rows=(2048,), known=False),
     }, M=M)  # fmt: skip
-    calls(_fp8_quantise_few, f"fp8 quantise and few, M {M}", {"": dict(N=2048)}, M=M)
-calls(_fp8_few, "fp8 few", {"odd blocks": dict(M=17, K=17 * 128, rows=(1040, 272))})
+calls(_fp8_few, "fp8 few", {
+    "odd blocks": dict(M=17, K=17 * 128, rows=(1040, 272)),
+    "odd columns": dict(M=17, K=1344, rows=(1040, 272)),
+    "odd MLP, e8m0": dict(M=17, K=1344, rows=(10944, 10944), down=1344, e8m0=True),
+})  # fmt: skip
 
 
 def _fp8_gate(kernel, B=1, T=4096, HQ=16, D=256):

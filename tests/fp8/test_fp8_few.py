@@ -13,9 +13,10 @@ from interpreter import (
 )
 
 reference, ops, calls = submodule("fp8.reference"), submodule("fp8.ops"), submodule("fp8.call")
-hopper = "fp8.hopper.few"
-ABSENT = (None,) * 6
+hopper, few_module = "fp8.hopper.products", "fp8.hopper.few"
+ABSENT, E8M0 = (None,) * 6, getattr(torch, "float8_e8m0fnu", None)
 SHAPES = (((128,), 640), ((272, 128, 64), 512), ((1040, 16), 1152), ((64,) * 6, 256))
+SHAPES += (((96,), 1344), ((256, 64), 144), ((128,), 16))  # whose last columns are no whole block
 
 
 def weights_of(rows, K, device="cpu", seed=0) -> tuple:
@@ -26,11 +27,13 @@ def weights_of(rows, K, device="cpu", seed=0) -> tuple:
     return tuple(tuple(x.to(device) for x in part) for part in made)
 
 
-def products(codes, M, weights, scales, plain=(), x=None):
-    """By the kernels, or None. plain: weights in bf16, by which x is multiplied."""
-    absent = ABSENT[len(weights) :]
-    tensors = (*codes, *weights, *absent, *scales, *absent, x, *plain, *ABSENT[: 2 - len(plain)])
-    return prepared(hopper, "few_fwd", calls.Few, *tensors, M)
+def products(codes, lead, weights, scales, plain=(), x=None):
+    """By the kernels, side by side, or None. plain: weights in bf16, by which x is multiplied."""
+    absent, codes = ABSENT[len(weights) :], (None, None) if codes is None else codes
+    tensors = (*weights, *absent, *scales, *absent, x, *codes, *plain, *ABSENT[: 2 - len(plain)])
+    lead = (lead,) if isinstance(lead, int) else lead
+    found = prepared(hopper, "products_fwd", calls.Products, *tensors, lead)
+    return found if found is None else torch.cat(found, -1)
 
 
 def few(x, weights, scales):
@@ -46,8 +49,8 @@ def mlp_of(K, N, device="cpu") -> tuple:
 
 def mlp(codes, M, weights, scales, residual=None):
     """By the kernels, or None."""
-    fields = (*codes, *weights, *scales, residual, M)
-    return prepared(hopper, "few_mlp_fwd", calls.FewMlp, *fields)
+    fields = (*weights, *scales, *ABSENT[:3], None, *codes, residual, (M,), True)
+    return prepared(hopper, "mlp_fwd", calls.Mlp, *fields)
 
 
 # --- the kernels
@@ -74,11 +77,11 @@ def test_products_that_are_refused():
     codes = reference.quantise_fwd(tokens(3, 512))
     weights, scales = weights_of((128,), 512)
     assert products(codes, 3, weights, scales) is not None
-    assert products(codes, 65, weights, scales) is None
+    assert products(codes, 65, weights, scales) is None  # on a CPU
     assert products(codes, 3, (weights[0][:, :256],), scales) is None
     assert products(codes, 3, weights, (scales[0].double(),)) is None
     assert products(codes, 3, (weights[0].view(torch.int8),), scales) is None
-    assert ops.few(codes, 3, weights * 7, scales * 7) is None
+    assert ops.products((3,), weights * 7, scales * 7, None, codes) is None
 
 
 @wherever_kernels_run
@@ -92,12 +95,12 @@ def test_plain_weights(device):
         plain = [tokens(n, K, device=device, seed=n).mul(K**-0.5).to(dtype) for n in others]
         x = tokens(64, K, device=device)
         exact = torch.cat([x.double() @ p.double().t() for p in plain], 1)
-        absent = ABSENT[len(rows) :]
         for M in (64, 1, 17, 33):
-            product = submodule(hopper)._Few(x.device, M, K, rows, plain=others)
+            product = submodule(few_module).Few(x.device, (M,), K, rows, plain=others)
             some = x[:M].contiguous().to(dtype)
-            tensors = (*weights, *absent, *scales, *absent, some, *plain)
-            y = product(*reference.quantise_fwd(x[:M]), *tensors)
+            more = some, plain[0], plain[-1]
+            found = product(*reference.quantise_fwd(x[:M]), weights, scales, more)
+            y = torch.cat(found, 1)
             whole = y if M == 64 else whole
             assert y.shape == (M, sum(rows) + sum(others)) and torch.equal(y, whole[:M]), (rows, M)
         assert torch.equal(whole[:, : sum(rows)], few(x, weights, scales))
@@ -113,13 +116,13 @@ def test_plain_weights_that_are_served():
     for bad in ((plain[0].half(),), (plain[0][:, 1:],), (plain[0][0],), (plain[0][:0],)):
         assert products(codes, 3, weights, scales, bad, x) is None
     assert products(codes, 3, weights, scales, plain, tokens(4, 256)) is None
-    assert ops.few(codes, 3, weights, scales, plain[:1] * 3, x) is None
+    assert ops.products((3,), weights, scales, x, codes, plain[:1] * 3) is None
 
 
 @interpreted
 def test_parts_of_k(monkeypatch):
     """Parts of any number of steps, the last of which may be shorter."""
-    module, config = submodule(hopper), {"ROWS": 64, "num_warps": 4, "num_stages": 3}
+    module, config = submodule(few_module), {"ROWS": 64, "num_warps": 4, "num_stages": 3}
     weights, scales = weights_of((128, 64), 9 * 128)
     x = tokens(5, 9 * 128)
     codes = reference.quantise_fwd(x)
@@ -132,6 +135,30 @@ def test_parts_of_k(monkeypatch):
 
 
 @wherever_kernels_run
+def test_scales_in_e8m0(device):
+    """Powers of two in a byte, the ends of their range and NaN, have the bits of those in fp32."""
+    needs_hopper(device)
+    weights, scales = weights_of((272, 128), 640, device)
+    powers = [2.0 ** s.log2().round() for s in scales]
+    powers[0][0, :3] = torch.tensor([2.0**-127, 2.0**100, 2.0**-126])
+    x = reference.quantise_fwd(tokens(5, 640, device=device))
+    eight = [s.to(E8M0) for s in powers]
+    assert all(torch.equal(a.float(), b) for a, b in zip(eight, powers))
+    expected = products(x, 5, weights, powers)
+    assert torch.equal(products(x, 5, weights, eight), expected) and expected.isfinite().all()
+    eight[0].view(torch.uint8)[2, 4] = 255
+    assert products(x, 5, weights, eight).isnan().nonzero()[:, 1].unique().tolist() == [
+        *range(256, 272)
+    ]  # the rows of its block
+    weights, scales = mlp_of(256, 384, device)
+    x, powers = x._replace(codes=x.codes[:, :256].contiguous(), scales=x.scales[:, :2]), [
+        2.0 ** s.log2().round() for s in scales
+    ]  # fmt: skip
+    eight = [s.to(E8M0) for s in powers]
+    assert torch.equal(mlp(x, 5, weights, eight), mlp(x, 5, weights, powers))
+
+
+@wherever_kernels_run
 def test_quantised_products(device):
     """One operation: the codes of the quantiser, and the bits of a product with them; of x of any
     shape."""
@@ -139,7 +166,7 @@ def test_quantised_products(device):
     (weight,), (scale,) = weights_of((272,), 640, device)
 
     def both(x):
-        return prepared(hopper, "quantise_few_fwd", calls.QuantiseFew, x, weight, scale)
+        return products(None, x.shape[:-1], (weight,), (scale,), x=x)
 
     for M in (1, 17, 64):
         x = tokens(M, 640, device=device)
@@ -147,7 +174,7 @@ def test_quantised_products(device):
         assert torch.equal(both(x), expected)
         assert torch.equal(both(x.view(M, 1, 640)), expected.view(M, 1, 272))
         assert torch.equal(both(torch.cat((x, x), 1)[:, :640]), expected)
-    for bad in (tokens(65, 640, device=device), x[:0], x.half(), x[:, :512], x.t()):
+    for bad in (x[:0], x.half(), x[:, :512], x.t()):
         assert both(bad) is None
 
 
@@ -157,22 +184,21 @@ def test_mlps(device):
     to e4m3 and bf16 in ways of its own."""
     needs_hopper(device)
     most = 0.012 if device == "cuda" else 0.12
-    for K, N in ((256, 384), (640, 128)):
+    for K, N in ((256, 384), (640, 128), (144, 208)):
         weights, scales = mlp_of(K, N, device)
         x = tokens(64, K, device=device)
         codes = reference.quantise_fwd(x)
         whole = mlp(codes, 64, weights, scales)
-        expected = reference.few_mlp_fwd(*codes, *weights, *scales, None, 64)
+        fields = (*weights, *scales, *ABSENT[:3], None, *codes, None, (64,), True)
+        expected = reference.mlp_fwd(*fields)
         assert whole.shape == (64, K) and relative_error(whole, expected) < most, (K, N)
         for M in (1, 16, 31, 50, 64):
             part = reference.quantise_fwd(x[:M])
             assert torch.equal(mlp(part, M, weights, scales), whole[:M]), M
             if M in (1, 64):
                 assert torch.equal(mlp(part, M, weights, scales, x[:M]), x[:M] + whole[:M])
-    assert mlp(codes, 65, weights, scales) is None
-    for residual in (x.float(), x[:1]):
-        assert mlp(codes, 64, weights, scales, residual) is None
-    narrow = (*(w[:64] for w in weights[:2]), weights[2][:, :64].contiguous())
+    assert mlp(codes, 64, weights, scales, x[:1]) is None
+    narrow = (*(w[:72] for w in weights[:2]), weights[2][:, :72].contiguous())
     assert mlp(codes, 64, narrow, scales) is None
 
 
@@ -190,7 +216,7 @@ def test_codes_of_z_on_a_gpu():
     z = torch.empty(64, 1024, device="cuda", dtype=torch.float8_e4m3fn)
     z_scales = torch.empty(8, 64, device="cuda")
     config = submodule("runtime.tuning").lookup("hopper_fp8_few_gate", x.device, M=64)
-    launch = submodule(hopper)._gate(x.device, 64, 1024, 1024, config)
+    launch = submodule(few_module)._gate(x.device, 64, 1024, 1024, config)
     launch(*weights[:2], *codes, *scales[:2], z, z_scales)
     same = (z.view(torch.uint8) == expected.codes.view(torch.uint8)).float().mean()
     assert same > 0.97, same
@@ -211,7 +237,12 @@ def test_launches():
         return y if y is None else tuple(y.shape), [(one.name, one.grid) for one in records]
 
     def few_mlp(codes, M, weights, scales):
-        return ops.FEW_MLP((*codes, *weights, *scales, None), (M,))
+        fields = (*weights, *scales, *ABSENT[:3], None, *codes, None)
+        return ops.MLP(fields, ((M,), True))
+
+    def several(codes, M, weights, scales):
+        found = ops.products((M,), weights, scales, None, codes)
+        return found if found is None else torch.cat(found, 1)
 
     weights = mlp_of(512, 14336)
     assert launched(few_mlp, 1, 512, *weights) == ((1, 512), [
@@ -224,7 +255,7 @@ def test_launches():
         "few_kernel", "_silu_mul_quantise_kernel", "few_kernel", "add_parts_kernel"]  # fmt: skip
     weights = weights_of((8192, 512, 512), 512)
     for _ in range(2):  # the second call is a known one
-        shape, found = launched(ops.few, 3, 512, *weights)
+        shape, found = launched(several, 3, 512, *weights)
         assert shape == (3, 9216) and [name for name, _ in found] == ["few_kernel"]
-    assert launched(ops.few, 65, 512, *weights) == (None, [])
-    assert launched(ops.few, 3, 512, *weights, ("NVIDIA_B200", (10, 0), 148)) == (None, [])
+    assert launched(several, 65, 512, *weights) == (None, [])
+    assert launched(several, 3, 512, *weights, ("NVIDIA_B200", (10, 0), 148)) == (None, [])

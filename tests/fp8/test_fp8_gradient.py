@@ -97,6 +97,6 @@ def test_adapters(kernel, monkeypatch, device, checkpoints):
     with serving(device), dispatch.served() as record:
         found = gradients(ours, ids)
     assert not calls and set(found) == set(exact) == set(theirs)
-    assert {"multiply_fwd", "dequantise_fwd"} <= set(record)
+    assert {"products_fwd", "dequantise_fwd"} <= set(record)
     errors = [sum(relative_error(g[n], exact[n]) ** 2 for n in exact) for g in (found, theirs)]
     assert errors[0] <= 1.2 * errors[1] and errors[0] < 0.2 * len(exact), errors

@@ -2,6 +2,7 @@
 
 from typing import Optional
 
+import torch
 from torch import Tensor
 
 from ..fp8.ops import EagerOperation
@@ -18,7 +19,9 @@ def fp8_experts(*tensors: Tensor) -> Optional[Tensor]:
     tensors: those of Fp8Experts. None where no kernel serves. x and what down takes are quantised,
     a scale for 128 columns of a row.
     """
-    _, w_gate_up, _, w_down, *_ = tensors
+    x, w_gate_up, s_gate_up, w_down, s_down, *slots = tensors
     if (w_gate_up.data_ptr() | w_down.data_ptr()) & 15:  # at which kernels read them
         return None
+    if s_gate_up.dtype is not torch.float32:  # e8m0
+        tensors = (x, w_gate_up, s_gate_up.float(), w_down, s_down.float(), *slots)
     return FP8_EXPERTS(tensors)

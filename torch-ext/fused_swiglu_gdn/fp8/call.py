@@ -19,11 +19,16 @@ class Quantised(NamedTuple):
     """Tokens in FP8: codes * scales, each scale for BLOCK columns."""
 
     codes: Tensor  # [P, K] e4m3; P: the tokens, and rows of zeros up to a multiple of ROWS
-    scales: Tensor  # [P, K / BLOCK] fp32 with strides (1, P)
+    scales: Tensor  # [P, ceil(K / BLOCK)] fp32 with strides (1, P)
 
 
 def padded(rows: int) -> int:
     return -(-rows // ROWS) * ROWS
+
+
+def blocks_of(n: int) -> int:
+    """How many scales n columns have, or n rows of a weight."""
+    return -(-n // BLOCK)
 
 
 @call
@@ -67,7 +72,7 @@ class Product(NamedTuple):
     function of the weight, its scale and tokens in FP8, which gives [P, N] bf16."""
 
     weight: Tensor  # [N, K] e4m3
-    scale: Tensor  # [ceil(N / BLOCK), K / BLOCK] fp32
+    scale: Tensor  # [ceil(N / BLOCK), ceil(K / BLOCK)] fp32 or e8m0
     options: NoOptions
 
 
@@ -76,61 +81,59 @@ class Dequantise(NamedTuple):
     """The weight times its scale in bf16."""
 
     weight: Tensor  # [N, K] e4m3
-    scale: Tensor  # [ceil(N / BLOCK), K / BLOCK] fp32
+    scale: Tensor  # [ceil(N / BLOCK), ceil(K / BLOCK)] fp32
     options: NoOptions
 
 
-class FewOptions(NamedTuple):
-    M: int
+class ProductsOptions(NamedTuple):
+    lead: tuple  # the shape of the tokens: M in all
 
 
 @call
-class Few(NamedTuple):
-    """Products of up to MOST tokens by up to MAX_WEIGHTS weights (projection/call.py), and by up to
-    MAX_PLAIN in bf16."""
+class Products(NamedTuple):
+    """Products of M tokens by up to MAX_WEIGHTS weights (projection/call.py), and of up to MOST
+    tokens by up to MAX_PLAIN in bf16."""
 
-    codes: Tensor  # [P, K] e4m3
-    scales: Tensor  # [P, K / BLOCK]
     w0: Tensor  # [N_i, K] e4m3, as all of them
     w1: Optional[Tensor]
     w2: Optional[Tensor]
     w3: Optional[Tensor]
     w4: Optional[Tensor]
     w5: Optional[Tensor]
-    s0: Tensor  # [ceil(N_i / BLOCK), K / BLOCK] fp32, as all of them
+    s0: Tensor  # [ceil(N_i / BLOCK), ceil(K / BLOCK)] fp32 or e8m0, as all of them
     s1: Optional[Tensor]
     s2: Optional[Tensor]
     s3: Optional[Tensor]
     s4: Optional[Tensor]
     s5: Optional[Tensor]
-    x: Optional[Tensor]  # [M, K] bf16, for weights in bf16
+    x: Optional[Tensor]  # [..., K] bf16, for weights in bf16, and where there are no codes
+    codes: Optional[Tensor]  # [P, K] e4m3
+    scales: Optional[Tensor]  # [P, ceil(K / BLOCK)]
     p0: Optional[Tensor]  # [N_i, K] bf16, as both of them
     p1: Optional[Tensor]
-    options: FewOptions
+    options: ProductsOptions
+
+
+class MlpOptions(NamedTuple):
+    lead: tuple
+    gate_first: bool  # where one weight holds both
 
 
 @call
-class QuantiseFew(NamedTuple):
-    """The product of up to MOST tokens in bf16, which are quantised before, by one weight,
-    [..., N]."""
+class Mlp(NamedTuple):
+    """down(silu(gate(x)) * up(x)), and the residual that is added to it."""
 
-    x: Tensor  # [..., K] bf16
-    weight: Tensor  # [N, K] e4m3
-    scale: Tensor  # [ceil(N / BLOCK), K / BLOCK] fp32
-    options: NoOptions
-
-
-@call
-class FewMlp(NamedTuple):
-    """down(silu(gate(x)) * up(x)) of up to MOST tokens, [M, H] bf16."""
-
-    codes: Tensor  # [P, K] e4m3
-    scales: Tensor  # [P, K / BLOCK]
-    w_gate: Tensor  # [N, K] e4m3
-    w_up: Tensor
+    w_gate: Tensor  # [N, K] e4m3, or [2 N, K] where there is no w_up
+    w_up: Optional[Tensor]
     w_down: Tensor  # [H, N]
-    s_gate: Tensor  # [N / BLOCK, K / BLOCK]
-    s_up: Tensor
-    s_down: Tensor  # [ceil(H / BLOCK), N / BLOCK]
-    residual: Optional[Tensor]  # [M, H] bf16, which is added in the end
-    options: FewOptions
+    s_gate: Tensor  # [ceil(N / BLOCK), ceil(K / BLOCK)] fp32 or e8m0
+    s_up: Optional[Tensor]
+    s_down: Tensor  # [ceil(H / BLOCK), ceil(N / BLOCK)]
+    b_gate: Optional[Tensor]  # [N] bf16
+    b_up: Optional[Tensor]
+    b_down: Optional[Tensor]  # [H]
+    x: Tensor  # [..., K] bf16
+    codes: Optional[Tensor]  # [P, K] e4m3, if they are known
+    scales: Optional[Tensor]
+    residual: Optional[Tensor]  # [..., H] bf16
+    options: MlpOptions

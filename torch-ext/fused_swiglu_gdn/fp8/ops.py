@@ -1,6 +1,6 @@
 """Quantisation and products in FP8 as operations of layers; not part of the API."""
 
-from typing import Callable, Optional
+from typing import Callable, Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -12,15 +12,16 @@ from ..runtime.ops import transformed
 from . import reference
 from .call import (
     MAX_PLAIN,
+    MOST,
     Dequantise,
-    Few,
-    FewMlp,
+    Mlp,
     NormQuantise,
     Product,
+    Products,
     Quantise,
     Quantised,
-    QuantiseFew,
     SiluMulQuantise,
+    blocks_of,
 )
 
 
@@ -77,27 +78,34 @@ SILU_MUL_QUANTISE = EagerOperation(
 NORM_QUANTISE = EagerOperation("fp8.norm", "norm_quantise_fwd", NormQuantise, reference)
 PRODUCT = EagerOperation(*MULTIPLY, Product, reference)
 DEQUANTISE = EagerOperation("fp8.dequantise", "dequantise_fwd", Dequantise, reference)
-FEW = EagerOperation("fp8.few", "few_fwd", Few, reference)
-QUANTISE_FEW = EagerOperation("fp8.few", "quantise_few_fwd", QuantiseFew, reference)
-FEW_MLP = EagerOperation("fp8.few", "few_mlp_fwd", FewMlp, reference)
-_ABSENT = (None,) * MAX_WEIGHTS
-_NOTHING = (None,) * (1 + MAX_PLAIN)
+PRODUCTS = EagerOperation("fp8.products", "products_fwd", Products, reference)
+MLP = EagerOperation("fp8.products", "mlp_fwd", Mlp, reference)
+ABSENT = (None,) * MAX_WEIGHTS
 
 
-def few(
-    x: Quantised,
-    M: int,
+def multiplies(weight: Tensor, scale: Tensor, M: int) -> bool:
+    """True if products() computes M tokens by a weight that begins at a multiple of 16 bytes."""
+    if M > MOST or dispatch.forced is not None:
+        return PRODUCT.serving((weight, scale)) is not None
+    if weight.dtype is not torch.float8_e4m3fn or weight.device != scale.device:
+        return False
+    fits = scale.shape == (blocks_of(weight.shape[0]), blocks_of(weight.shape[1]))
+    return fits and weight.is_contiguous() and scale.is_contiguous()
+
+
+def products(
+    lead: tuple,
     weights: tuple,
     scales: tuple,
+    x: Optional[Tensor] = None,
+    codes: Optional[Quantised] = None,
     plain: tuple = (),
-    tokens: Optional[Tensor] = None,
-) -> Optional[Tensor]:
-    """x W^T of the M tokens of x with each of the weights, side by side [M, N] bf16, in one or two
-    launches; behind them those of `tokens`, x in bf16, with weights in bf16. None where M is no
-    small number or no kernel serves. All weights begin at multiples of 16 bytes."""
-    count, others = len(weights), len(plain)
-    if count > MAX_WEIGHTS or others > MAX_PLAIN:
+) -> Optional[Sequence[Tensor]]:
+    """The products of tokens of the shape `lead` with each of the weights, [*lead, N_i] bf16, and
+    behind them those of x with weights in bf16. codes: x in FP8, if that is known. None where
+    nothing computes it. All weights begin at multiples of 16 bytes."""
+    absent, missing = ABSENT[len(weights) :], (None,) * (MAX_PLAIN - len(plain))
+    if len(weights) > MAX_WEIGHTS or len(plain) > MAX_PLAIN:
         return None
-    absent = _ABSENT[count:]
-    more = (tokens, *plain, None) if others == 1 else (tokens, *plain) if others else _NOTHING
-    return FEW((*x, *weights, *absent, *scales, *absent, *more), (M,))
+    given = (x, None, None) if codes is None else (x if plain else None, *codes)
+    return PRODUCTS((*weights, *absent, *scales, *absent, *given, *plain, *missing), (lead,))

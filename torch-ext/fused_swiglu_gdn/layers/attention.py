@@ -15,9 +15,9 @@ from torch import nn
 from ..attention import ops
 from ..attention.api import attention_with_kvcache, fused_qk_norm_rope, sigmoid_gate
 from ..runtime import device, dispatch
-from . import fp8_out
 from .forward import Arguments, Interface, Value, Word, Words, forward_by
-from .fp8 import FORMS as FP8_FORMS
+from .fp8 import out as fp8_out
+from .fp8.weights import FORMS as FP8_FORMS
 from .norm import does_nothing, parameters_of_norm
 from .own_code import Pinned
 from .plain import PLAIN_TENSORS

@@ -12,8 +12,8 @@ from torch import nn
 
 from ..fp8.call import Quantised
 from ..fp8.ops import NORM_QUANTISE
-from . import fp8
 from .forward import Arguments, Word, Words, forward_by
+from .fp8 import given as fp8
 from .norm import does_nothing, parameters_of_norm, rms_norm
 from .own_code import Pinned
 

@@ -19,9 +19,10 @@ from ..gdn_layer import api as gdn_layer
 from ..gdn_layer.ops_fp8 import DECODE_QUANTISE, NORM_QUANTISE
 from ..gdn_layer.ops_fused import DECODE, PROLOGUE
 from ..runtime.activations import OF_CONVOLUTION, OF_GATED_NORM, SAME
-from . import fp8_out
 from .forward import Arguments, forward_by
-from .fp8 import FORMS as FP8_FORMS
+from .fp8 import out as fp8_out
+from .fp8.linear import multiplied
+from .fp8.weights import FORMS as FP8_FORMS
 from .functions import is_gated_norm, lengths_of, named_activation, normed_and_gated, packed_lengths
 from .own_code import Pinned, found_at
 from .plain import PLAIN_TENSORS
@@ -315,7 +316,7 @@ def _layer(layer, ours: type, project: Callable, norm: str, out: str, given, mas
     more = (seq, joined, allow_neg_eigval, weight is not None)
     o = _gated_delta_net(layer, norm, q, k, v, z, a, b, *more)
     if type(o) is Quantised:
-        return fp8_out.product(o, weight, *x.shape[:2])
+        return multiplied(x.shape[:2], (weight,), None, o)[0]
     return projections(o, out)[0]
 
 

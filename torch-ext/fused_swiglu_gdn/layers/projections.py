@@ -7,7 +7,7 @@ from torch import nn
 
 from ..projection.call import MAX_TOKENS
 from ..projection.project import project
-from . import fp8
+from .fp8 import linear as fp8
 from .plain import parameters_of, torch_unpatched
 
 

@@ -17,8 +17,8 @@ from ..runtime import dispatch
 from ..runtime.checks import FLOATING
 from ..swiglu.api import fused_swiglu, fused_swiglu_mlp, silu_mul
 from ..swiglu.reference import ACTIVATIONS
-from . import fp8_mlp
 from .activations import activation_of
+from .fp8 import mlp as fp8_mlp
 from .own_code import Pinned
 from .plain import PLAIN_TENSORS, parameters_of, same_dtype, torch_unpatched, why_hooked
 from .tensor_parallel import Shards, mlp_on_shards, shards

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from ..projection.call import MAX_TOKENS
 from ..projection.project import project
 from ..runtime.dtypes import HALF
-from ..swiglu.api import fused_swiglu, fused_swiglu_mlp
+from ..swiglu.api import fused_swiglu, fused_swiglu_mlp, silu_mul
 from .own_code import cells_of, is_in_its_file
 from .plain import HOOKS, PLAIN_TENSORS
 
@@ -201,6 +201,16 @@ class _Sum(torch.autograd.Function):
         return gradient, None
 
 
+def _gated(x: Tensor, w_gate, w_up, b_gate, b_up, activation: str) -> Tensor:
+    """act(gate(x)) * up(x) of this rank's rows, which are too few for the one launch's tiles of 33
+    to MAX_TOKENS tokens."""
+    if 32 * x.shape[-1] < x.numel() <= MAX_TOKENS * x.shape[-1] and b_gate is b_up is None:
+        both = project(x, [w_gate, w_up])
+        if both is not None:
+            return silu_mul(*both, activation=activation)
+    return fused_swiglu(x, w_gate, w_up, b_gate, b_up, activation=activation)
+
+
 def _part(z: Tensor, w_down: Tensor) -> Tensor:
     """This rank's part of down's sum, z w_down^T; of a few tokens in fp32, so that it is rounded
     once: the time of such a message is that of its latency."""
@@ -220,7 +230,7 @@ def mlp_on_shards(x: Tensor, found: Shards, activation: str) -> Tensor:
         # to_local would take 3 us for each
         parts = [x if x is None else getattr(x, "_local_tensor", x) for x in found[:6]]
         w_gate, w_up, w_down, b_gate, b_up, b_down = parts
-        z = fused_swiglu(x, w_gate, w_up, b_gate, b_up, activation=activation)
+        z = _gated(x, w_gate, w_up, b_gate, b_up, activation)
         y = _part(z, w_down)
         dist.all_reduce(y, group=found.group)
         y = y if b_down is None else y.add_(b_down)

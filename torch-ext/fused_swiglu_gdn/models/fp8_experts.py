@@ -17,7 +17,7 @@ from torch import nn
 from ..experts.ops_fp8 import FP8, fp8_experts
 from ..fp8.call import BLOCK
 from ..layers.activations import activation_of
-from ..layers.fp8 import SCHEME, takes
+from ..layers.fp8.weights import SCALES, SCHEME, takes
 from ..layers.own_code import Pinned, is_in_its_file, torchs_own
 from ..layers.plain import PLAIN_TENSORS, why_not_tensor
 from .code import Refused, source_of, spelled
@@ -131,9 +131,9 @@ def _why_not_weights(module: nn.Module) -> Optional[str]:
             return f"{name} {reason}"
         if x.dtype is torch.int8:
             return f"{name} is FP4, packed in int8; float8_e4m3fn is served"
-        wanted = torch.float32 if "scale" in name else torch.float8_e4m3fn
-        if why_not_dtype(name, x, wanted):
-            return why_not_dtype(name, x, wanted)
+        wanted = SCALES if "scale" in name else (torch.float8_e4m3fn,)
+        if why_not_dtype(name, x, *wanted):
+            return why_not_dtype(name, x, *wanted)
     w_gate_up, s_gate_up, w_down, s_down = found
     if w_down.ndim != 3 or w_gate_up.ndim != 3:
         return "its weights are not of three dimensions"

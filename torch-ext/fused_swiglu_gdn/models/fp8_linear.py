@@ -12,9 +12,9 @@ from typing import Dict, Optional, Tuple, Union
 import torch
 from torch import nn
 
-from ..fp8.call import BLOCK, ROWS
+from ..fp8.call import BLOCK, ROWS, blocks_of
 from ..fp8.ops import PRODUCT
-from ..layers.fp8 import SCHEME, Fp8Form, scheme_of
+from ..layers.fp8.weights import SCALES, SCHEME, Fp8Form, scheme_of
 from ..layers.own_code import Pinned, is_in_its_file, torchs_own
 from ..layers.plain import why_not_tensor
 from ..layers.tensor_parallel import local, own_of_shards
@@ -118,25 +118,25 @@ def why_not_block(block: object, scheme: object, given: object) -> Optional[str]
 
 def _why_not_parameters(weight, scale, bias) -> Optional[str]:
     wanted = (
-        ("weight", weight, torch.float8_e4m3fn), ("scale", scale, torch.float32),
-        ("bias", bias, torch.bfloat16),
+        ("weight", weight, (torch.float8_e4m3fn,)), ("scale", scale, SCALES),
+        ("bias", bias, (torch.bfloat16,)),
     )  # fmt: skip
-    for name, x, dtype in wanted:
+    for name, x, dtypes in wanted:
         if x is None:
             continue
         reason = why_not_tensor(x)
         if reason is not None and not reason.startswith("is of dtype"):
             return f"its {name} {reason}"
-        reason = why_not_dtype(f"its {name}", x, dtype)
+        reason = why_not_dtype(f"its {name}", x, *dtypes)
         if reason is not None:
             return reason
     return None
 
 
-def why_not_dtype(name: str, x: torch.Tensor, dtype: torch.dtype) -> Optional[str]:
-    if x.dtype is dtype:
+def why_not_dtype(name: str, x: torch.Tensor, *dtypes: torch.dtype) -> Optional[str]:
+    if x.dtype in dtypes:
         return None
-    words = [str(d).replace("torch.", "") for d in (x.dtype, dtype)]
+    words = [str(d).replace("torch.", "") for d in (x.dtype, dtypes[0])]
     return f"{name} is of dtype {words[0]}; {words[1]} is served"
 
 
@@ -144,11 +144,9 @@ def _why_not_sizes(weight, scale) -> Optional[str]:
     if weight.ndim != 2 or not (_lies_in_rows(weight) and _lies_in_rows(scale)):
         return "its weight or scales are no matrix that lies in rows"
     N, K = weight.shape
-    if K % (4 * BLOCK):
-        return f"its {K} input features are no multiple of {4 * BLOCK}: torch's product needs that"
-    if N % ROWS or N < BLOCK:
-        return f"its {N} output features are no multiple of {ROWS}, or less than {BLOCK}"
-    if scale.shape != (-(-N // BLOCK), K // BLOCK):
+    if K % ROWS or N % ROWS:
+        return f"its {K} input or {N} output features are no multiple of {ROWS}"
+    if scale.shape != (blocks_of(N), blocks_of(K)):
         return f"its scales are of shape {list(scale.shape)}, not one for {BLOCK} x {BLOCK}"
     if (weight.data_ptr() | scale.data_ptr()) % 16:
         return "its weight or scales do not begin at a multiple of 16 bytes"
@@ -169,5 +167,6 @@ def _why_no_product(weight, scale) -> Optional[str]:
         return None
     return (
         f"torch {torch.__version__} with CUDA {torch.version.cuda} has no product of FP8 blocks "
-        "on this GPU: it needs Hopper and CUDA 12.9"
+        f"for {weight.shape[1]} input features on this GPU: it needs Hopper, CUDA 12.9 and, where "
+        "they are no multiple of 512, torch.nn.functional.scaled_mm"
     )

@@ -12,7 +12,8 @@ from torch import nn
 
 from ..attention.ops import FAMILY as ATTENTION
 from ..fp8.ops import MULTIPLY
-from ..layers import attention, decoder, fp8, gdn, kda, latent_attention, norm, swiglu
+from ..layers import attention, decoder, gdn, kda, latent_attention, norm, swiglu
+from ..layers.fp8 import linear as fp8
 from ..norm.ops import FAMILY as NORM
 from . import moe_blocks
 from .attention_trial import attention_form, is_attention

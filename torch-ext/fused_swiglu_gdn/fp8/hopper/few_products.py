@@ -1,7 +1,8 @@
 """Products of few tokens in e4m3 with block scales: w x^T by wgmma, weights as its rows.
 
 A step is 128 columns, over which all scales are constant: its product is made in fp32 by wgmmas and
-added once it is scaled: acc = fma(part, s_x s_w, acc). Scales are read a step ahead. Tokens are
+added once it is scaled: acc = fma(part, s_x s_w, acc). Scales are read a step ahead. The last step
+may have fewer columns. Tokens are
 columns of the product and never meet, so what stands in those past the last may be anything.
 
 Sizes: M tokens, P of them with padding, K columns, N rows of all weights together.
@@ -19,17 +20,41 @@ _BLOCK, _PLAIN_ROWS = tl.constexpr(BLOCK), tl.constexpr(PLAIN_ROWS)
 
 
 @triton.jit
-def _part(w_ptrs, x_ptrs, k, mask_m):
+def _columns(ptrs, k, K: tl.constexpr, mask, POLICY: tl.constexpr):
+    """Columns of step k [.., 128], of which the last step may have fewer. mask [.., 1] or None."""
+    if K // _BLOCK * _BLOCK < K:
+        here = k * _BLOCK + tl.arange(0, _BLOCK)[None, :] < K
+        mask = here if mask is None else mask & here
+    if mask is None:
+        x = tl.load(ptrs + k * _BLOCK, eviction_policy=POLICY)
+    else:
+        x = tl.load(ptrs + k * _BLOCK, mask=mask, other=0.0, eviction_policy=POLICY)
+    return x
+
+
+@triton.jit
+def _part(w_ptrs, x_ptrs, k, mask_m, K: tl.constexpr):
     """The product of step k, [ROWS, BLOCK_M]."""
-    x = tl.load(x_ptrs + k * _BLOCK, mask=mask_m[:, None], other=0.0)  # [BLOCK_M, 128]
-    w = tl.load(w_ptrs + k * _BLOCK, eviction_policy="evict_first")  # [ROWS, 128]
+    x = _columns(x_ptrs, k, K, mask_m[:, None], "")  # [BLOCK_M, 128]
+    w = _columns(w_ptrs, k, K, None, "evict_first")  # [ROWS, 128]
     return tl.dot(w, x.T)
+
+
+@triton.jit
+def _weight_scale(ptr):
+    """A scale of a weight in fp32, or in e8m0 as bytes: 2^(byte - 127), NaN for 255."""
+    scale = tl.load(ptr)
+    if ptr.dtype.element_ty == tl.uint8:
+        bits = scale.to(tl.int32) << 23
+        bits = tl.where(scale == 0, 1 << 22, tl.where(scale == 255, 0x7FC00000, bits))
+        scale = bits.to(tl.float32, bitcast=True)
+    return scale
 
 
 @triton.jit
 def _scales(x_scales, w_scales, k, P, mask_m):
     """Returns the scales of step k: of tokens [BLOCK_M], and of the weight."""
-    return tl.load(x_scales + k * P, mask=mask_m, other=0.0), tl.load(w_scales + k)
+    return tl.load(x_scales + k * P, mask=mask_m, other=0.0), _weight_scale(w_scales + k)
 
 
 @triton.jit
@@ -39,7 +64,7 @@ def _few_tile(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Columns of y from `column` on: x times ROWS rows of a weight in FP8 with `count` of them."""
-    blocks: tl.constexpr = K // _BLOCK
+    blocks: tl.constexpr = (K + _BLOCK - 1) // _BLOCK
     offs_m, offs_k = tl.arange(0, BLOCK_M), tl.arange(0, _BLOCK)
     offs_n = tile * ROWS + tl.arange(0, ROWS)
     mask_m = offs_m < M
@@ -63,10 +88,10 @@ def _few_tile(
     for k in range(first, tl.minimum(first + share, blocks), STEPS):
         after = tl.minimum(k + STEPS, blocks - STEPS)
         x_after0, w_after0 = _scales(x_scales, w_scales, after, P, mask_m)
-        part0 = _part(w_ptrs, x_ptrs, k, mask_m)
+        part0 = _part(w_ptrs, x_ptrs, k, mask_m, K)
         if STEPS > 1:
             x_after1, w_after1 = _scales(x_scales, w_scales, after + 1, P, mask_m)
-            part1 = _part(w_ptrs, x_ptrs, k + 1, mask_m)
+            part1 = _part(w_ptrs, x_ptrs, k + 1, mask_m, K)
         acc += part0 * (x_scale0 * w_scale0)[None, :]
         x_scale0, w_scale0 = x_after0, w_after0
         if STEPS > 1:
@@ -83,7 +108,7 @@ def _plain_tile(
     PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The same of a weight in bf16, by x in bf16."""
-    blocks: tl.constexpr = K // _BLOCK
+    blocks: tl.constexpr = (K + _BLOCK - 1) // _BLOCK
     offs_m, offs_k = tl.arange(0, BLOCK_M), tl.arange(0, _BLOCK)
     offs_n = tile * _PLAIN_ROWS + tl.arange(0, _PLAIN_ROWS)
     mask_m = offs_m < M
@@ -98,8 +123,8 @@ def _plain_tile(
     y_ptr += tl.program_id(1).to(tl.int64) * M * N
     acc = tl.zeros((_PLAIN_ROWS, BLOCK_M), tl.float32)
     for k in tl.range(first, tl.minimum(first + share, blocks), num_stages=3):
-        x = tl.load(x_ptrs + k * _BLOCK, mask=mask_m[:, None], other=0.0)
-        acc = tl.dot(tl.load(w_ptrs + k * _BLOCK), x.T, acc)
+        x = _columns(x_ptrs, k, K, mask_m[:, None], "")
+        acc = tl.dot(_columns(w_ptrs, k, K, None, ""), x.T, acc)
     offs_y = offs_m[None, :] * N + column + offs_n[:, None]
     mask = mask_m[None, :] & (offs_n < count)[:, None]
     tl.store(y_ptr + offs_y, acc.to(y_ptr.dtype.element_ty), mask=mask)
@@ -108,14 +133,14 @@ def _plain_tile(
 @triton.jit(do_not_specialize=["M", "P"])
 def few_kernel(
     x_ptr,  # [P, K] e4m3
-    x_scale_ptr,  # [K / 128, P]
+    x_scale_ptr,  # [ceil(K / 128), P]
     w0_ptr,  # [rows0, K] e4m3
     w1_ptr,
     w2_ptr,
     w3_ptr,
     w4_ptr,
     w5_ptr,
-    s0_ptr,  # [rows0 / 128, K / 128]
+    s0_ptr,  # [ceil(rows0 / 128), ceil(K / 128)] fp32, or uint8 for e8m0
     s1_ptr,
     s2_ptr,
     s3_ptr,
@@ -186,11 +211,11 @@ def few_gate_kernel(
     gate_desc,  # [N, K] e4m3 in blocks [128, 128]
     up_desc,
     x_ptr,  # [P, K] e4m3
-    x_scale_ptr,  # [K / 128, P]
-    gate_scale_ptr,  # [N / 128, K / 128]
+    x_scale_ptr,  # [ceil(K / 128), P]
+    gate_scale_ptr,  # [ceil(N / 128), ceil(K / 128)]
     up_scale_ptr,
     z_ptr,  # [P, N] e4m3
-    z_scale_ptr,  # [N / 128, P]
+    z_scale_ptr,  # [ceil(N / 128), P]
     M,
     P,
     N: tl.constexpr,
@@ -200,7 +225,7 @@ def few_gate_kernel(
 ):
     """z = silu(x Wg^T) * (x Wu^T) of 128 columns, rounded to bf16 as often as torch's operations
     are, quantised. Rows of z past M are not written."""
-    steps: tl.constexpr = K // _BLOCK
+    steps: tl.constexpr = (K + _BLOCK - 1) // _BLOCK
     tile = tl.program_id(0)
     offs_n = tile * _BLOCK + tl.arange(0, _BLOCK)
     if PDL:
@@ -214,8 +239,8 @@ def few_gate_kernel(
     up = tl.zeros((_BLOCK, BLOCK_M), tl.float32)
     for k in range(0, steps):
         x_scale = tl.load(x_scale_ptr + k * P + offs_m, mask=mask_m, other=0.0)
-        gate_scale, up_scale = tl.load(gate_scales + k), tl.load(up_scales + k)
-        x = tl.load(x_ptrs + k * _BLOCK, mask=mask_m[:, None], other=0.0)
+        gate_scale, up_scale = _weight_scale(gate_scales + k), _weight_scale(up_scales + k)
+        x = _columns(x_ptrs, k, K, mask_m[:, None], "")
         first = tl.dot(gate_desc.load([tile * _BLOCK, k * _BLOCK]), x.T)
         second = tl.dot(up_desc.load([tile * _BLOCK, k * _BLOCK]), x.T)
         gate += first * (x_scale * gate_scale)[None, :]

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ...runtime import device
 from ...runtime.launch import Launch
-from ..call import BLOCK, Dequantise
+from ..call import BLOCK, Dequantise, blocks_of
 
 _BLOCK = tl.constexpr(BLOCK)
 ROWS = 32  # of a program
@@ -20,7 +20,7 @@ ROWS = 32  # of a program
 @triton.jit
 def _dequantise_kernel(
     weight_ptr,  # [N, K] e4m3
-    scale_ptr,  # [ceil(N / 128), K / 128] fp32
+    scale_ptr,  # [ceil(N / 128), ceil(K / 128)] fp32
     y_ptr,  # [N, K] bf16
     N,
     K,
@@ -29,9 +29,11 @@ def _dequantise_kernel(
     """y = weight * scale, rounded once."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1)
-    offs = rows[:, None] * K + column * _BLOCK + tl.arange(0, _BLOCK)[None, :]
-    mask = (rows < N)[:, None]
-    scale = tl.load(scale_ptr + tl.program_id(0) * ROWS // _BLOCK * (K // _BLOCK) + column)
+    columns = column * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    offs = rows[:, None] * K + columns
+    mask = (rows < N)[:, None] & (columns < K)
+    blocks = tl.cdiv(K, _BLOCK)
+    scale = tl.load(scale_ptr + tl.program_id(0) * ROWS // _BLOCK * blocks + column)
     weight = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     tl.store(y_ptr + offs, (weight * scale).to(tl.bfloat16), mask=mask)
 
@@ -45,12 +47,12 @@ def prepare_dequantise_fwd(call: Dequantise) -> Optional[Callable]:
     if weight.ndim != 2 or not (weight.is_contiguous() and scale.is_contiguous()):
         return None
     N, K = weight.shape
-    dense = N > 0 and K > 0 and K % BLOCK == 0 and scale.device == where
-    if not dense or scale.shape != (-(-N // BLOCK), K // BLOCK) or not device.has_e4m3(where):
+    dense = N > 0 and K > 0 and scale.device == where
+    if not dense or scale.shape != (blocks_of(N), blocks_of(K)) or not device.has_e4m3(where):
         return None
     kernel = Launch(
-        _dequantise_kernel, (-(-N // ROWS), K // BLOCK), where, numbers=(N, K), constexprs=(ROWS,),
-        guarded=True,
+        _dequantise_kernel, (-(-N // ROWS), blocks_of(K)), where, numbers=(N, K),
+        constexprs=(ROWS,), guarded=True,
     )  # fmt: skip
 
     def run(weight, scale) -> torch.Tensor:

@@ -13,7 +13,7 @@ import triton.language as tl
 from ...runtime import device
 from ...runtime.launch import Launch
 from ...runtime.sizes import next_power_of_2
-from ..call import BLOCK, NormQuantise, Quantised, padded
+from ..call import BLOCK, NormQuantise, Quantised, blocks_of, padded
 from .quantise import is_quantised_here, making, store_codes
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -44,7 +44,7 @@ def _norm_quantise_kernel(
     y_ptr,  # [M, D]
     total_ptr,  # [M, D], with a residual
     q_ptr,  # [P, D] e4m3
-    s_ptr,  # [D / 128, P] fp32
+    s_ptr,  # [ceil(D / 128), P] fp32
     M,
     P,
     eps,
@@ -87,7 +87,7 @@ def prepare_norm_quantise_fwd(call: NormQuantise) -> Optional[Callable]:
     x, (eps, casting_mode, offset) = call.x, call.options
     D, where = x.shape[-1], x.device
     M = x.numel() // D
-    groups, pdl, P = next_power_of_2(D // BLOCK), device.overlaps_launches(where), padded(M)
+    groups, pdl, P = next_power_of_2(blocks_of(D)), device.overlaps_launches(where), padded(M)
     options = (("num_warps", 4 if groups <= 32 else 8), *((("launch_pdl", True),) if pdl else ()))
     kernel = Launch(
         _norm_quantise_kernel, P, where, numbers=(M, P, eps, offset),

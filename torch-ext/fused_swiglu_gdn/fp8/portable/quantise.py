@@ -1,7 +1,7 @@
 """Tokens in FP8, alone and from the gate of an MLP, in one launch (reference.py has the formula).
 
-A program takes one row of GROUPS times 128 columns. The largest magnitude is found among the bits
-of the values as integers, of which those of NaN are the largest.
+A program takes one row of GROUPS times 128 columns, of which the last may be fewer. The largest
+magnitude is found among the bits of the values as integers, of which those of NaN are the largest.
 
 Sizes: M tokens, P of them with padding, K or N columns.
 """
@@ -16,14 +16,24 @@ import triton.language as tl
 from ...runtime import device
 from ...runtime.launch import Launch
 from ...runtime.sizes import next_power_of_2
-from ..call import BLOCK, INVERSE, LEAST, Quantise, Quantised, SiluMulQuantise, padded
+from ..call import (
+    BLOCK,
+    INVERSE,
+    LEAST,
+    ROWS,
+    Quantise,
+    Quantised,
+    SiluMulQuantise,
+    blocks_of,
+    padded,
+)
 
 _BLOCK, _LEAST, _INVERSE = tl.constexpr(BLOCK), tl.constexpr(LEAST), tl.constexpr(INVERSE)
 
 
 def is_quantised_here(x: torch.Tensor) -> bool:
     """True if these kernels take the values x [M, K]."""
-    if x.dtype is not torch.bfloat16 or not x.numel() or x.shape[1] % BLOCK or x.stride(1) != 1:
+    if x.dtype is not torch.bfloat16 or not x.numel() or x.shape[1] % ROWS or x.stride(1) != 1:
         return False
     return device.has_e4m3(x.device)
 
@@ -60,9 +70,10 @@ def columns_of_row(GROUPS: tl.constexpr, PDL: tl.constexpr):
 def store_codes(x, q_ptr, s_ptr, row, group, offs, P, COLUMNS: tl.constexpr):
     """x [GROUPS, 128] fp32 of a row, as codes and scales."""
     s = scale_of(x, 1)  # [GROUPS]
-    here = group < COLUMNS // _BLOCK
+    here = group < (COLUMNS + _BLOCK - 1) // _BLOCK
+    mask = here[:, None] if COLUMNS // _BLOCK * _BLOCK == COLUMNS else offs < COLUMNS
     at = row.to(tl.int64) * COLUMNS + offs
-    tl.store(q_ptr + at, codes_of(x, s, 1), mask=here[:, None])
+    tl.store(q_ptr + at, codes_of(x, s, 1), mask=mask)
     tl.store(s_ptr + group.to(tl.int64) * P + row, s, mask=here)
 
 
@@ -70,7 +81,7 @@ def store_codes(x, q_ptr, s_ptr, row, group, offs, P, COLUMNS: tl.constexpr):
 def _quantise_kernel(
     x_ptr,  # [M, K]
     q_ptr,  # [P, K] e4m3
-    s_ptr,  # [K / 128, P] fp32
+    s_ptr,  # [ceil(K / 128), P] fp32
     M,
     P,
     stride_x,  # of a row
@@ -89,7 +100,7 @@ def _silu_mul_quantise_kernel(
     gate_ptr,  # [M, N]
     up_ptr,  # [M, N]
     q_ptr,  # [P, N] e4m3
-    s_ptr,  # [N / 128, P] fp32
+    s_ptr,  # [ceil(N / 128), P] fp32
     M,
     P,
     stride_gate,  # of a row
@@ -115,7 +126,7 @@ def launch_of(
     """A launch of a kernel for values of a shape, a program for a row and at most `most` blocks of
     its columns; more: further constexprs."""
     M, columns = shape
-    P, groups = padded(M), min(most, next_power_of_2(columns // BLOCK))
+    P, groups = padded(M), min(most, next_power_of_2(blocks_of(columns)))
     pdl = device.overlaps_launches(where)
     return Launch(
         kernel, (P, -(-columns // (BLOCK * groups))), where, numbers=(M, P, *numbers),
@@ -131,7 +142,7 @@ def quantise_launch(rows: torch.Tensor) -> Launch:
 
 def making(where: torch.device, tokens: int, columns: int) -> Tuple[Callable, Callable]:
     """Functions that make codes and scales of tokens, which are to be written."""
-    P, blocks = padded(tokens), columns // BLOCK
+    P, blocks = padded(tokens), blocks_of(columns)
     empty = functools.partial(torch.empty_strided, device=where)  # torch.empty is slower by half
     return (
         functools.partial(empty, (P, columns), (columns, 1), dtype=torch.float8_e4m3fn),

@@ -6,11 +6,11 @@ from typing import Optional
 import torch
 from torch import nn
 
-from ..attention.ops_fp8 import GATE_QUANTISE
-from ..fp8.call import BLOCK, MOST, Quantised
-from ..fp8.ops import MULTIPLY
-from ..runtime import dispatch
-from .fp8 import FORMS, Weight, for_many, takes, weights_of
+from ...attention.ops_fp8 import GATE_QUANTISE
+from ...fp8.call import BLOCK
+from ...fp8.ops import MULTIPLY, multiplies
+from .linear import multiplied
+from .weights import FORMS, Weight, takes, weights_of
 
 
 def weight_of_out(
@@ -21,23 +21,12 @@ def weight_of_out(
     ...]; unpatched: the caller knows that torch_unpatched."""
     if type(linear) not in FORMS or torch.is_grad_enabled():
         return None
-    if not takes(x, MULTIPLY, unpatched):
+    if not takes(x, MULTIPLY, unpatched) or K % BLOCK:
         return None
     (found,) = weights_of((linear,), x)
-    if found is None or found.weight.shape[1] != K or K % BLOCK:
+    if found is None or found.weight.shape[1] != K:
         return None
-    if x.shape[0] * x.shape[1] > MOST or dispatch.forced is not None:
-        (found,) = for_many([found]) or (None,)
-        return found
-    weight, scale, _, _ = found  # as products of few tokens take them
-    fits = scale.shape == (-(-weight.shape[0] // BLOCK), K // BLOCK)
-    return found if fits and weight.is_contiguous() and scale.is_contiguous() else None
-
-
-def product(codes: Quantised, weight: Weight, B: int, T: int) -> torch.Tensor:
-    """The product of B * T tokens in FP8 with what weight_of_out gave, [B, T, N]."""
-    y = weight.times(codes, B * T)
-    return y.resize_((B, T, y.shape[1]))
+    return found if multiplies(found.weight, found.scale, x.shape[0] * x.shape[1]) else None
 
 
 def gated(out: torch.Tensor, gate: torch.Tensor, linear: nn.Module) -> Optional[torch.Tensor]:
@@ -48,4 +37,4 @@ def gated(out: torch.Tensor, gate: torch.Tensor, linear: nn.Module) -> Optional[
     B, T, HQ, D = out.shape
     weight = weight_of_out(linear, out, HQ * D, True)
     codes = None if weight is None else GATE_QUANTISE((out, gate))
-    return None if codes is None else product(codes, weight, B, T)
+    return None if codes is None else multiplied((B, T), (weight,), None, codes)[0]

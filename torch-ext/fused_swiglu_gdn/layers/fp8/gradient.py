@@ -6,8 +6,8 @@ The weight is put into bf16 for each product, its codes times their scales, roun
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..fp8.ops import DEQUANTISE
-from ..fp8.reference import dequantise_fwd
+from ...fp8.ops import DEQUANTISE
+from ...fp8.reference import dequantise_fwd
 
 
 class _Learned(torch.autograd.Function):
@@ -21,7 +21,8 @@ class _Learned(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
-        tensors = tuple([t.detach() for t in ctx.saved_tensors])
+        weight, scale = ctx.saved_tensors
+        tensors = weight.detach(), scale.detach().float()
         weight = DEQUANTISE(tensors)
         weight = dequantise_fwd(*tensors) if weight is None else weight
         return gradient.to(weight.dtype) @ weight, None, None, None

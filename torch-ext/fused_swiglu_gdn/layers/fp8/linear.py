@@ -1,0 +1,106 @@
+"""transformers' FP8Linear: x in e4m3 by one launch, the product by another.
+
+A scale stands for 128 columns of x and 128 x 128 values of the weight. x is quantised once for
+modules that are asked together, as an attention module's queries, keys and values, and in every
+call of a module by itself: nothing is kept. Whatever is traced or compiled is the forward of the
+module's own class.
+"""
+
+import functools
+from typing import Callable, Dict, List, Optional, Sequence
+
+import torch
+from torch import nn
+
+from ...fp8.call import MAX_PLAIN, MOST, Quantised
+from ...fp8.ops import MULTIPLY, products
+from ..plain import parameters_of
+from .given import taken
+from .gradient import with_gradient
+from .weights import FORMS, Fp8Form, Weight, takes, weights_of
+
+
+def multiplied(
+    lead: tuple,
+    weights: Sequence[Weight],
+    x: torch.Tensor,
+    codes: Optional[Quantised] = None,
+    plain: tuple = (),
+) -> Optional[List[torch.Tensor]]:
+    """What FP8Linears give for x [*lead, K], or for codes, which are x; then the products with
+    weights in bf16. None where nothing computes them. The weights say that they need a gradient,
+    and get none."""
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return multiplied(lead, weights, x, codes, plain)
+    pairs = tuple([w.weight for w in weights]), tuple([w.scale for w in weights])
+    found = products(lead, *pairs, x, codes, plain)
+    if found is not None:
+        for weight, y in zip(weights, found):
+            if weight.bias is not None:
+                y.add_(weight.bias)
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def forward_of(form: Fp8Form) -> Callable:
+    """A forward for FP8Linear modules, or the class's own where that differs."""
+    own = form.kind.forward
+
+    def forward(self, input):
+        found = None
+        if takes(input):
+            (weight,) = weights_of((self,), input, called=True)
+            if weight is not None:
+                found = multiplied(input.shape[:-1], (weight,), input)
+        if found is None:
+            return own(self, input)
+        if input.requires_grad and torch.is_grad_enabled():
+            return with_gradient(input, *found, weight.weight, weight.scale)
+        return found[0]
+
+    forward.__wrapped__ = own
+    forward.__qualname__ = "FP8Linear.forward"
+    return forward
+
+
+def project(
+    x: torch.Tensor, linears: Sequence[nn.Module], unpatched: bool = False
+) -> Optional[List[Optional[torch.Tensor]]]:
+    """linear(x) of the FP8Linears, x quantised once for all, and of others beside them that the
+    same launch takes, None of others yet; None if none is a product alone.
+    unpatched: the caller knows that torch_unpatched."""
+    if FORMS.keys().isdisjoint(map(type, linears)) or not takes(x, MULTIPLY, unpatched):
+        return None
+    weights = weights_of(linears, x)
+    known = [w for w in weights if w is not None]
+    if not known:
+        return None
+    M, count = x.numel() // x.shape[-1], len(linears)
+    beside = _beside(x, linears) if len(known) < count and 1 < M <= MOST else {}
+    it = taken(x)
+    codes = None if it is None else it.codes
+    found = multiplied(x.shape[:-1], known, x, codes, tuple(beside.values()))
+    if found is None or len(known) == count:
+        return found
+    made, others = iter(found), dict(zip(beside, found[len(known) :]))
+    return [others.get(i) if w is None else next(made) for i, w in enumerate(weights)]
+
+
+def _beside(x: torch.Tensor, linears: Sequence[nn.Module]) -> Dict[int, torch.Tensor]:
+    """Weights in bf16, by their places, by which few tokens x are multiplied in the launch of those
+    in FP8: of all modules that are no FP8Linears, or of none."""
+    places = [i for i, linear in enumerate(linears) if type(linear) not in FORMS]
+    found = parameters_of(*[linears[i] for i in places])
+    if not found or len(found) > MAX_PLAIN or torch.is_autocast_enabled(x.device.type):
+        return {}
+    learns = torch.is_grad_enabled()
+    for weight, bias in found:
+        dense = weight.dtype is x.dtype and weight.ndim == 2 and weight.is_contiguous()
+        if not dense or weight.shape[1] != x.shape[-1] or weight.device != x.device:
+            return {}
+        if weight.data_ptr() & 15:
+            return {}
+        if bias is not None or learns and (weight.requires_grad or x.requires_grad):
+            return {}
+    return {i: weight for i, (weight, _) in zip(places, found)}

@@ -1,0 +1,108 @@
+"""What an FP8Linear multiplies by, looked at in every call."""
+
+from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+from torch import nn
+
+from ...fp8.call import BLOCK
+from ...fp8.ops import MULTIPLY
+from ...runtime import dispatch
+from ..own_code import Pinned
+from ..plain import HOOKS, OWN, PLAIN_TENSORS, torch_unpatched
+
+
+class Fp8Form(NamedTuple):
+    """transformers' FP8Linear, as it was recognised."""
+
+    kind: type
+    pinned: Pinned
+
+
+FORMS: Dict[type, Fp8Form] = {}  # by the classes of modules, served or not
+
+
+class Weight(NamedTuple):
+    """The parameters of an FP8Linear."""
+
+    weight: torch.Tensor  # [N, K] e4m3
+    scale: torch.Tensor  # [ceil(N / 128), ceil(K / 128)]
+    bias: Optional[torch.Tensor]
+
+
+SCHEME = ((BLOCK, BLOCK), "dynamic", None)  # that is served
+SCALES = (torch.float32, getattr(torch, "float8_e8m0fnu", torch.float32))
+PARAMETERS = ("weight", "weight_scale_inv", "bias")
+NAMED, LISTED = frozenset(PARAMETERS), list(SCHEME[0])
+NOT_OWN = frozenset((*PARAMETERS, *OWN))  # which hide parameters, or what a call of the class does
+
+
+def takes(x: torch.Tensor, operation: tuple = MULTIPLY, unpatched: bool = False) -> bool:
+    """Returns True if x may be quantised here for an operation: bf16 in memory, in eager mode.
+    unpatched: the caller knows that torch_unpatched."""
+    if torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag:
+        return False
+    if type(x) not in PLAIN_TENSORS or x.dtype is not torch.bfloat16:
+        return False
+    if dispatch.forced is None and not dispatch.has_kernels_at(*operation, x.device):
+        return False
+    if not (unpatched or torch_unpatched(False)):
+        return False
+    return not x.is_nested and x.numel() > 0 and not torch._C._len_torch_dispatch_stack()
+
+
+def scheme_of(linear: nn.Module) -> Tuple[object, object, object]:
+    """Returns how an FP8Linear scales: blocks of the weight, how x is scaled, and by what."""
+    attributes = linear.__dict__
+    block = attributes.get("block_size")
+    block = tuple(block) if isinstance(block, (list, tuple)) else block
+    scale = attributes["_parameters"].get("activation_scale")
+    return block, attributes.get("activation_scheme"), scale
+
+
+def weights_of(
+    linears: Sequence[Optional[nn.Module]], x: torch.Tensor, called: bool = False
+) -> List[Optional[Weight]]:
+    """Returns what each FP8Linear multiplies tokens by if its forward does no more, None of other
+    modules; x: what the tokens are made of. Dtypes, sizes and devices are the operation's to check.
+
+    called: by a call of the module; if not, that does no more than its class's forward, too, and no
+    gradient of x is asked for.
+    """
+    found: List[Optional[Weight]] = [None] * len(linears)
+    learns, pinned = torch.is_grad_enabled(), None
+    hiding = NAMED if called else NOT_OWN
+    if learns and not called and x.requires_grad:
+        return found
+    for i, linear in enumerate(linears):
+        form = FORMS.get(type(linear))
+        if form is None:
+            continue
+        if form.pinned is not pinned:  # those of one class have the same
+            pinned = form.pinned
+            if not pinned.unchanged():
+                return found
+        attributes = linear.__dict__
+        if not attributes.keys().isdisjoint(hiding):
+            continue
+        if not called and (
+            any(map(attributes.get, HOOKS)) or type(linear).__call__ is not nn.Module.__call__
+        ):
+            continue
+        block, scheme = attributes.get("block_size"), attributes.get("activation_scheme")
+        parameters = attributes["_parameters"]
+        scheme = scheme, parameters.get("activation_scale")
+        if block != SCHEME[0] and block != LISTED or scheme != SCHEME[1:]:
+            continue
+        weight, scale, bias = map(parameters.get, PARAMETERS)
+        if type(weight) not in PLAIN_TENSORS or type(scale) not in PLAIN_TENSORS:
+            continue
+        if weight.element_size() > 1:  # turned into 16 bits or more
+            continue
+        if bias is not None and (type(bias) not in PLAIN_TENSORS or bias.dtype is not x.dtype):
+            continue
+        if bias is not None and learns and bias.requires_grad:
+            continue
+        if not (weight.data_ptr() | scale.data_ptr()) & 15:
+            found[i] = tuple.__new__(Weight, (weight, scale, bias))
+    return found
