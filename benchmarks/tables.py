@@ -51,6 +51,21 @@ def of_cases(record: dict, found: Iterable[Case] = ()) -> str:
     return table(head, rows)
 
 
+def of_losses(record: dict) -> str:
+    """Times and peaks of each row, and of forwards alone."""
+    rows, ways = [], names(row["ms"] for row in record["rows"])
+    head = ["", *(f"{title_of(way, record)}, ms" for way in ways)]
+    held = names(row["peak_mib"] for row in record["rows"])
+    head += [f"{title_of(way, record)}, peak GiB" for way in held]
+    for row in record["rows"]:
+        for kind, label in (("", ""), ("forward_", ", forward alone")):
+            if f"{kind}ms" in row:
+                peaks = {name: mib / 1024 for name, mib in row[f"{kind}peak_mib"].items()}
+                found = cells(row[f"{kind}ms"], ways, us) + cells(peaks, held, "{:.2f}")
+                rows.append([row["what"] + label, *found])
+    return table(head, rows)
+
+
 def of_errors(record: dict) -> str:
     """Ours as it serves: the first of OURS that is there; beside it the peers."""
     found = list(errors(record))

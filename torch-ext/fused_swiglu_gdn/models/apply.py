@@ -108,11 +108,10 @@ def kernelize(
         _exchanges_states(model, rows)
         rows += serve_attention(model) if cp_attention else []
     restore_graphs(model)
-    of_loss = None
-    if loss:
-        of_loss = serve_loss(model)
-    elif "loss" in kinds:
-        of_loss = serve_cross_entropy(model, _place_of(model))
+    of_loss = serve_loss(model) if loss else None
+    if "loss" in kinds and (of_loss is None or of_loss.reason is not None):
+        found = serve_cross_entropy(model, _place_of(model))
+        of_loss = of_loss or found
     rows += [] if of_loss is None else [of_loss]
     rows += [_of_decoding(serve_graphs(model))] if cuda_graphs else []
     serve_drafts(model)

@@ -20,7 +20,7 @@ from ..layers.own_code import why_not_own
 from ..layers.plain import PLAIN_TENSORS, torch_unpatched, why_hooked
 from ..loss.api import linear_cross_entropy
 from ..runtime import device
-from .loss import is_next_token_loss, language_model
+from .loss import by_kernel, is_next_token_loss, language_model
 from .report import Row
 from .serving import own_class, serve, why_replaced
 
@@ -145,7 +145,7 @@ def _forward(own: type, known: Callable) -> Callable:
 
     def loss_function(self):
         step = _step_of(self._modules["lm_head"])
-        return get(self) if step is None else _loss(step, kind)
+        return by_kernel(get(self)) if step is None else _loss(step, kind)
 
     forward.view = {"loss_function": property(loss_function, own.loss_function.fset)}
     return forward
@@ -222,7 +222,7 @@ def _why_not(module: nn.Module) -> Optional[str]:
         return replaced
     if not isinstance(getattr(own, "loss_function", None), property):
         return "its loss function is not transformers' ForCausalLMLoss"
-    if not is_next_token_loss(getattr(module, "loss_function", None)):
+    if not is_next_token_loss(own.loss_function.fget(module)):
         return "its loss function is not transformers' ForCausalLMLoss"
     function = own.forward
     while function is not None:  # and what it is wrapped by
@@ -244,6 +244,6 @@ def serve_loss(model: nn.Module) -> Optional[Row]:
     name, module = found
     own, reason = own_class(module), _why_not(module)
     if reason is None:
-        serve(module, "loss", _forward(own, module.loss_function))
+        serve(module, "loss", _forward(own, own.loss_function.fget(module)))
         serve(module.lm_head, "loss", _project)
     return Row(name, own.__name__, "loss", BY if reason is None else None, reason)

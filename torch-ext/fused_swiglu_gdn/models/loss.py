@@ -87,6 +87,13 @@ def _by_kernel(loss: Callable) -> Callable:
     return loss_function
 
 
+def by_kernel(loss: Callable) -> Callable:
+    """The loss function of a model, on the placeholder if it is transformers' next-token loss."""
+    if torch.compiler.is_compiling() or not is_next_token_loss(loss):
+        return loss
+    return _by_kernel(loss)
+
+
 @functools.cache
 def _forward_by_kernel(own: type) -> Callable:
     """The forward of a served model of this class, and its loss function."""
@@ -97,10 +104,7 @@ def _forward_by_kernel(own: type) -> Callable:
         return own.forward(self, *args, **kwargs)
 
     def loss_function(self):
-        found = get(self)
-        if torch.compiler.is_compiling() or not is_next_token_loss(found):
-            return found
-        return _by_kernel(found)
+        return by_kernel(get(self))
 
     forward.view = {"loss_function": property(loss_function, own.loss_function.fset)}
     return forward
