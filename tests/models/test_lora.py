@@ -70,3 +70,155 @@ def test_the_example(kernel, capsys):
     before, after = load_example("finetune_lora").run(kernel, "cpu", steps=3)
     assert before == pytest.approx(after, rel=1e-4) and before[-1] < before[0]
     assert "seconds a step" in capsys.readouterr().out
+
+
+# --- adapters by kernels
+
+
+def step(model, ids):
+    """(the loss, gradients of adapters, groups of projections that were served) of a step."""
+    model.train().zero_grad()
+    with serving() as record:
+        loss = model(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+    named = model.named_parameters()
+    return (
+        loss,
+        {n: p.grad for n, p in named if p.grad is not None},
+        len(record.get("lora_fwd", ())),
+    )
+
+
+def same_step(model, served, ids, groups):
+    """Both give the same, and the kernels compute so many groups of projections."""
+    loss, gradients, _ = step(model, ids)
+    ours, found, count = step(served, ids)
+    assert count == groups
+    torch.testing.assert_close(ours, loss, rtol=1e-5, atol=1e-6)
+    assert found.keys() == gradients.keys()
+    for n, gradient in gradients.items():
+        torch.testing.assert_close(found[n], gradient, rtol=1e-3, atol=1e-6)
+
+
+def both(kernel, name="llama", **options):
+    options = {"target_modules": "all-linear", **options}
+    config = peft.LoraConfig(r=4, task_type="CAUSAL_LM", **options)
+    model = peft.get_peft_model(random_model(name), config)
+    for n, p in model.named_parameters():
+        if "lora_B" in n:
+            torch.nn.init.normal_(p, std=0.05)
+    served = copy.deepcopy(model)
+    report = kernel.kernelize(served)
+    return model, served, report
+
+
+@pytest.mark.parametrize("name, groups", [("llama", 8), ("qwen3_5_text", 8), ("phi3", 8)])
+def test_groups(kernel, name, groups):
+    """Of a Llama's layer: q, k, v; o; gate, up; down."""
+    model, served, report = both(kernel, name)
+    assert "LoraLinear" in kinds_of(report) and not report.left
+    same_step(model, served, tokens(2, 19), groups)
+
+
+def test_some_of_a_group(kernel):
+    """Adapters of q and v alone, as they are by default."""
+    model, served, _ = both(kernel, target_modules=["q_proj", "v_proj"])
+    same_step(model, served, tokens(2, 9), 2)
+
+
+def test_lora_is_skipped(kernel):
+    model = both(kernel)[0]
+    served = copy.deepcopy(model)
+    report = kernel.kernelize(served, skip=["lora"])
+    assert "LoraLinear" not in kinds_of(report)
+    same_step(model, served, tokens(2, 9), 0)
+    assert kernel.restore(served) and type(served) is type(model)
+
+
+@pytest.mark.parametrize(
+    "options", [{"use_dora": True}, {"lora_bias": True}, {"use_rslora": True}, {"r": 4}], ids=str
+)
+def test_variants(kernel, options):
+    """What is another formula is PEFT's own."""
+    model, served, _ = both(kernel, **{k: v for k, v in options.items() if k != "r"})
+    known = "use_dora" not in options and "lora_bias" not in options
+    same_step(model, served, tokens(2, 9), 8 if known else 0)
+
+
+def test_changes_after_a_served_step(kernel):
+    """Merged, disabled, other adapters, frozen ones, and hooks: what PEFT computes."""
+    model, served, _ = both(kernel)
+    ids = tokens(2, 9)
+    same_step(model, served, ids, 8)
+    for each in (model, served):
+        each.merge_adapter()
+    with serving() as record:
+        assert_same(logits(served, ids), logits(model, ids))
+    assert "lora_fwd" not in record
+    for each in (model, served):
+        each.unmerge_adapter()
+    with model.disable_adapter(), served.disable_adapter(), serving() as record:
+        assert_same(logits(served, ids), logits(model, ids))
+    assert "lora_fwd" not in record
+    other = peft.LoraConfig(r=3, target_modules=["q_proj", "down_proj"], lora_alpha=5)
+    for each in (model, served):
+        torch.manual_seed(1)
+        each.add_adapter("other", other)
+        each.set_adapter("other")
+    same_step(model, served, ids, 4)
+    for each in (model, served):
+        each.set_adapter("default")
+        for n, p in each.named_parameters():
+            if "q_proj.lora_A" in n:
+                p.requires_grad_(False)
+    same_step(model, served, ids, 8)
+    handle = served.get_submodule("base_model.model.model.layers.0.mlp.up_proj.lora_A.default")
+    handle = handle.register_forward_hook(lambda *_: None)
+    same_step(model, served, ids, 8)  # without up_proj
+    handle.remove()
+    same_step(model, served, ids, 8)
+
+
+def test_autocast_checkpoints_and_no_gradient(kernel):
+    model, served, _ = both(kernel)
+    ids = tokens(2, 9)
+    with torch.autocast("cpu", torch.bfloat16), serving() as record:
+        served(ids, labels=ids).loss.backward()
+    assert "lora_fwd" not in record
+    with serving() as record:
+        assert_same(logits(served, ids), logits(model, ids))
+    assert "lora_fwd" not in record
+    for each in (model, served):
+        each.train()
+        each.enable_input_require_grads()
+        each.base_model.model.gradient_checkpointing_enable()
+    same_step(model, served, ids, 16)
+
+
+def test_dropout(kernel):
+    """By masks of our own: off in evaluation, repeated by a seed, and PEFT's mean."""
+    model, served, report = both(kernel, lora_dropout=0.3)
+    ids = tokens(2, 9)
+    assert_same(logits(served.eval(), ids), logits(model.eval(), ids))
+    found = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        loss, gradients, count = step(served, ids)
+        found.append((loss, gradients))
+        assert count == 8
+    assert torch.equal(found[0][0], found[1][0]) and not torch.equal(found[0][0], found[2][0])
+    for n, gradient in found[0][1].items():
+        assert torch.equal(gradient, found[1][1][n])
+    means = []
+    for each in (model, served):
+        losses = torch.stack([step(each, ids)[0].detach() for _ in range(40)])
+        means.append((losses.mean(), losses.std() / 40**0.5))
+    (a, s), (b, t) = means
+    assert (a - b).abs() < 5 * (s**2 + t**2).sqrt()
+    served.base_model.model.gradient_checkpointing_enable()
+    served.enable_input_require_grads()
+    torch.manual_seed(0)
+    loss, gradients, _ = step(served, ids)
+    assert torch.equal(loss, found[0][0])
+    for n, gradient in found[0][1].items():  # the same masks again
+        torch.testing.assert_close(gradients[n], gradient)

@@ -12,8 +12,9 @@ from sources import read_config
 # A room is an operation, and a module imports from its own room and from rooms further left.
 # `_ops` is generated. A new operation becomes a room between `runtime` and `layers`.
 ROOMS = [
-    "_ops", "runtime", "parallel", "loss", "norm", "swiglu", "projection", "fp8", "sampling",
-    "experts", "attention", "gdn", "gdn_layer", "kda", "layers", "decoding", "models", "__init__",
+    "_ops", "runtime", "parallel", "loss", "norm", "swiglu", "projection", "lora", "fp8",
+    "sampling", "experts", "attention", "gdn", "gdn_layer", "kda", "layers", "decoding", "models",
+    "__init__",
 ]  # fmt: skip
 OPERATIONS = ROOMS[3:-4]
 # Inside an operation: api (and module, fused, project) -> ops -> reference, checks; the kernels of

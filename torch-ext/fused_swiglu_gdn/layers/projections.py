@@ -7,6 +7,7 @@ from torch import nn
 
 from ..projection.call import MAX_TOKENS
 from ..projection.project import project
+from . import lora
 from .fp8 import linear as fp8
 from .plain import parameters_of, torch_unpatched
 
@@ -40,6 +41,10 @@ def projections(
             else:
                 others = (linear(x) for linear in rest)
             return [next(others) if y is None else y for y in found]
+    if lora.FORMS:
+        found = lora.projections(x, linears)
+        if found is not None:
+            return found
     return [linear(x) for linear in linears]
 
 

@@ -21,6 +21,7 @@ from .activations import activation_of
 from .fp8 import mlp as fp8_mlp
 from .own_code import Pinned
 from .plain import PLAIN_TENSORS, parameters_of, same_dtype, torch_unpatched, why_hooked
+from .projections import projections as of_linears
 from .tensor_parallel import Shards, mlp_on_shards, shards
 
 SWIGLU = ("swiglu.forward", "swiglu_fwd")
@@ -104,10 +105,10 @@ def _of_wrapped(mlp: nn.Module, x: torch.Tensor, roles: Roles, name: str) -> Opt
     gate, up, down = (modules.get(part) for part in (roles.gate, roles.up, roles.down))
     if gate is None or down is None or roles.casts or (up is None) != (roles.up is None):
         return None
-    g = gate(x)
     if up is not None:
-        u = up(x)
+        g, u = of_linears(x, gate, up)
     else:
+        g = gate(x)
         g, u = g.chunk(2, dim=-1) if roles.gate_first else reversed(g.chunk(2, dim=-1))
     plain = type(g) in PLAIN_TENSORS and type(u) in PLAIN_TENSORS
     if plain and g.shape == u.shape and g.dtype is u.dtype and g.dtype in FLOATING:

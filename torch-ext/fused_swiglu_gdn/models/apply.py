@@ -18,6 +18,7 @@ from ..runtime.checks import are_flags, are_words, is_int, is_model
 from .context_attention import restore_attention, serve_attention
 from .experts import restore_experts, serve_experts
 from .fused_loss import serve_loss
+from .lora import note_of
 from .loss import serve_cross_entropy
 from .recognise import KINDS, OF_MODULES, is_nothing, recognise, replace
 from .report import WAITS, Report, Row
@@ -56,7 +57,8 @@ def kernelize(
             mode replaces the same modules.
         only, skip: kinds of modules to replace, or not to: "mlp", "gdn", "kda" (Kimi Delta
             Attention layers), "norm", "attention", "layer" (decoder layers), "linear" (FP8Linear),
-            "experts", "loss" (of language models). All of them by default.
+            "lora" (of the peft package), "experts", "loss" (of language models). All of them by
+            default.
         loss: in training steps the loss of a language model is made without its logits, where the
             loss is the same; `output.logits` is None there (docs/training.md).
         cuda_graphs: `model.generate` then replays a CUDA graph of a decoding step, if a replay
@@ -184,6 +186,7 @@ def _serve_modules(model: nn.Module, kinds: set, replay: int) -> List[Row]:
             note, reason = _kernels_for(module, finding.kind)
         if reason is None:
             replace(module, finding, replay)
+            note = note or note_of(module)
         kind = type(module).__name__
         rows.append(Row(name, kind, finding.layer, note, reason, finding.unknown))
     rows.reverse()

@@ -12,8 +12,9 @@ from torch import nn
 
 from ..attention.ops import FAMILY as ATTENTION
 from ..fp8.ops import MULTIPLY
-from ..layers import attention, decoder, gdn, kda, latent_attention, norm, swiglu
+from ..layers import attention, decoder, gdn, kda, latent_attention, lora, norm, swiglu
 from ..layers.fp8 import linear as fp8
+from ..lora.ops import FAMILY as LORA
 from ..norm.ops import FAMILY as NORM
 from . import moe_blocks
 from .attention_trial import attention_form, is_attention
@@ -24,6 +25,7 @@ from .gated_delta_net import gated_delta_net
 from .kimi_delta_attention import kimi_delta_attention
 from .latent_trial import is_latent, latent_form
 from .layer_trial import is_decoder_layer, layer_form
+from .lora import is_lora, lora_linear
 from .mlp import gated_mlp
 from .moe_blocks import router_or_block
 from .norm_trial import norm_form
@@ -83,6 +85,7 @@ def _kinds_of(kind: type, with_parts: bool) -> Tuple[Kind, ...]:
     name = kind.__name__.lower()
     gated = "rmsnorm" in name and "gated" in name
     fits = {"norm": "norm" in name and not gated, "linear": is_fp8_linear(kind)}
+    fits["lora"] = is_lora(kind)
     fits["experts"] = not kind.__module__.startswith("torch.")
     return tuple([one for one in OF_MODULES.values() if fits.get(one.name, with_parts)])
 
@@ -130,6 +133,7 @@ OF_MODULES = {
         Kind("attention", "Attention", _attention, attention, (ATTENTION, "qk_norm_rope_fwd")),
         Kind("layer", "DecoderLayer", _LAYER, decoder, (NORM, "rms_norm_fwd")),
         Kind("linear", "FP8Linear", fp8_linear, fp8, MULTIPLY),
+        Kind("lora", lora.LAYER, lora_linear, lora, (LORA, "lora_fwd")),
         Kind("experts", "fused_topk", router_or_block, moe_blocks),
     )
 }

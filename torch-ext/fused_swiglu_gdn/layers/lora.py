@@ -1,0 +1,122 @@
+"""Projections with LoRA adapters of the peft package, several of one tensor in few launches.
+
+A module is served while it is what kernelize has looked at: PEFT's own Linear over a plain frozen
+nn.Linear, with one active adapter that is not merged, not disabled and no variant of LoRA. All else
+is asked at every call, and left to PEFT's own forward.
+"""
+
+import functools
+from typing import Callable, List, Optional, Sequence
+
+import torch
+from torch import nn
+
+from ..lora.call import MOST
+from ..lora.ops import adapted
+from ..runtime import dispatch
+from .plain import HOOKS, OWN, PLAIN_TENSORS, is_plain, parameters_of, torch_unpatched
+
+LAYER = "LoraLinear"  # what a served module's class is served as
+FORMS: dict = {}  # classes of which modules are served
+FEWEST = 128  # tokens, below which the modules are called
+
+
+class Parts:
+    """Weights of a module with an adapter."""
+
+    __slots__ = ("weight", "bias", "down", "up", "scale", "drop")
+
+    def __init__(self, weight, bias, down, up, scale: float, drop: float):
+        self.weight, self.bias, self.down, self.up = weight, bias, down, up
+        self.scale, self.drop = scale, drop
+
+
+def parts_of(module: nn.Module) -> Optional[Parts]:
+    """The weights of a served module in its present state, or None if it must be called."""
+    attributes = module.__dict__
+    if getattr(type(module), "served_as", None) != LAYER or any(map(attributes.get, HOOKS)):
+        return None
+    if any(map(attributes.__contains__, OWN)) or attributes["_disable_adapters"]:
+        return None
+    if attributes["merged_adapters"] or not attributes.get("cast_input_dtype_enabled", True):
+        return None
+    name = attributes["_active_adapter"]
+    if not isinstance(name, str):
+        if len(name) != 1:
+            return None
+        name = name[0]
+    inner = attributes["_modules"]
+    down, up = inner["lora_A"]._modules.get(name), inner["lora_B"]._modules.get(name)
+    if down is None or up is None or name in attributes["lora_variant"]:
+        return None
+    dropout, drop = inner["lora_dropout"]._modules.get(name), 0.0
+    if type(dropout) is nn.Dropout and is_plain(dropout):
+        drop = dropout.p if dropout.training else 0.0
+    elif type(dropout) is not nn.Identity:
+        return None
+    found = parameters_of(inner["base_layer"], down, up)
+    scale = attributes["scaling"].get(name)
+    if found is None or type(scale) not in (float, int):
+        return None
+    (weight, bias), (a, none), (b, bias_of_up) = found
+    if none is not None or bias_of_up is not None or weight.requires_grad:
+        return None
+    if bias is not None and bias.requires_grad:
+        return None
+    return Parts(weight, bias, a, b, float(scale), float(drop)) if drop < 1 else None
+
+
+def _may_serve(x: torch.Tensor) -> bool:
+    return (
+        type(x) in PLAIN_TENSORS
+        and x.ndim > 1
+        and (x.dtype is torch.bfloat16 or dispatch.forced is not None)
+        and (x.numel() >= FEWEST * x.shape[-1] or dispatch.forced is not None)
+        and torch.is_grad_enabled()
+        and not torch.is_autocast_enabled(x.device.type)
+        and not torch.compiler.is_compiling()
+        and not x.is_nested
+    )
+
+
+def projections(x: torch.Tensor, linears: Sequence[nn.Module]) -> Optional[List[torch.Tensor]]:
+    """linear(x) of each of several modules, of which some are served, or None if all must be
+    called."""
+    if not _may_serve(x) or not torch_unpatched():
+        return None
+    parts = [parts_of(linear) for linear in linears]
+    K, dtype = x.shape[-1], x.dtype
+    places = [
+        i
+        for i, p in enumerate(parts)
+        if p is not None and p.weight.shape[1] == K and p.weight.dtype is dtype
+    ][:MOST]
+    found = [parts[i] for i in places]
+    if not any([p.down.requires_grad or p.up.requires_grad for p in found]):
+        return None
+    ys = adapted(
+        x.reshape(-1, K), [p.weight for p in found], [p.bias for p in found],
+        [p.down for p in found], [p.up for p in found], tuple([p.scale for p in found]),
+        tuple([p.drop for p in found]),
+    )  # fmt: skip
+    if ys is None:
+        return None
+    of = dict(zip(places, [y.view(*x.shape[:-1], y.shape[-1]) for y in ys]))
+    return [of[i] if i in of else linear(x) for i, linear in enumerate(linears)]
+
+
+@functools.cache
+def forward_of(own: type) -> Callable:
+    """The forward of a served module of PEFT's class."""
+    call = own.forward
+    FORMS[own] = LAYER
+
+    @functools.wraps(call)
+    def forward(self, x, *args, **kwargs):
+        if not args and not kwargs:
+            found = projections(x, (self,))
+            if found is not None:
+                return found[0]
+        return call(self, x, *args, **kwargs)
+
+    return forward

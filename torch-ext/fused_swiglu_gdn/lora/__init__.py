@@ -1,0 +1,1 @@
+"""Low-rank adapters (LoRA) of projections that share their input, in few launches."""
