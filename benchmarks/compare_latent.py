@@ -1,19 +1,24 @@
 """Latent attention of one token over a cache of latents, beside what transformers computes.
 
     python benchmarks/compare_latent.py [--json FILE]      on a GPU
+    python benchmarks/compare_latent.py --models           a token of models by CUDA graphs
 
 The peer sends the whole cache through kv_b_proj at every token and calls SDPA, as transformers
 does. Times are by CUDA graph, over as many caches in turn as L2 does not hold. The floor is the
 time that the latents and the weight take at 4.28 TB/s.
+Of models, a token on a full static cache is one CUDA graph: transformers, kernelized but for
+attention, and kernelized.
 """
 
+import gc
 import itertools
 from functools import partial
 from typing import Iterator
 
 import torch
 import torch.nn.functional as F
-from kernel_time import graph_ms
+from kernel_time import graph_ms, graphed, in_turns, memory, wall
+from model_cases import model_of
 from runner import SECONDS, relative_error, run
 
 MODELS = {  # heads, C, N, R, V
@@ -23,6 +28,20 @@ MODELS = {  # heads, C, N, R, V
     "DeepSeek-V3": (128, 512, 128, 64, 128),
 }
 SIZES = ((1, 1024), (1, 8192), (1, 32768), (16, 8192), (64, 8192))  # batch, slots
+TOKENS = {  # batch, slots
+    "glm4_moe_lite": ("GLM-4.7-Flash", ((1, 8192), (1, 32768), (16, 8192))),
+    "kimi_linear": ("Kimi Linear", ((1, 8192), (1, 32768))),
+    "deepseek_v2": ("DeepSeek-V2-Lite", ((1, 8192), (16, 8192))),
+}
+ARGUMENTS = {
+    **SECONDS,
+    "--models": {"action": "store_true", "help": "tokens of models, not attention alone"},
+}
+WAYS = {
+    "transformers": None,
+    "attention left alone": lambda package, model: package.kernelize(model, skip=["attention"]),
+    "ours": lambda package, model: package.kernelize(model),
+}
 L2, MOST = 200 << 20, 20 << 30  # bytes: of all caches of a call; of the peer's keys and values
 SPEED = 4.28e6  # bytes a microsecond
 
@@ -60,8 +79,53 @@ def errors(package, sizes: tuple) -> dict:
     return {name: relative_error(y, right) for name, y in found.items()}
 
 
+def step_of(model, B: int, S: int):
+    """A token on a cache of S slots whose last one it writes, always the same."""
+    import transformers
+
+    cache = transformers.StaticCache(config=model.config, max_cache_len=S)
+    ids = torch.randint(5, model.config.vocab_size, (B, 64), device="cuda")
+    model(ids, past_key_values=cache, logits_to_keep=1)
+    layers = [layer for layer in cache.layers if hasattr(layer, "cumulative_length")]
+    for layer in layers:
+        layer.keys.normal_()
+        layer.values.normal_()
+    token, place = ids[:, :1].clone(), torch.full((B, 1), S - 1, device="cuda")
+
+    def step():
+        for layer in layers:
+            layer.cumulative_length.fill_(S - 1)
+        return model(token, past_key_values=cache, position_ids=place).logits
+
+    return step
+
+
+@torch.no_grad()
+def model_rows(package) -> Iterator[dict]:
+    for name, (title, sizes) in TOKENS.items():
+        model = model_of(name)
+        for B, S in sizes:
+            step, replays, logits, peak = step_of(model, B, S), {}, {}, {}
+            for way, kernelize in WAYS.items():
+                print(kernelize and kernelize(package, model), flush=True)
+                logits[way] = step().clone()
+                peak[way] = memory(step)[1]
+                replays[way] = graphed(step)
+                package.restore(model)
+            us = in_turns(replays, 5, partial(wall, least=0.1))
+            difference = relative_error(logits["ours"], logits["transformers"])
+            row = {"what": f"{title}, 8 layers, a token by graphs, {B} x {S}", "us": us}
+            yield {**row, "difference": difference, "peak_mib": peak}
+            del step, replays
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
 @torch.no_grad()
 def rows(package, options) -> Iterator[dict]:
+    if options.models:
+        yield from model_rows(package)
+        return
     for (name, sizes), (B, S) in itertools.product(MODELS.items(), SIZES):
         H, C, N, R, V = sizes
         what = f"{name}, {B} x {S}"
@@ -85,4 +149,9 @@ def rows(package, options) -> Iterator[dict]:
 
 
 if __name__ == "__main__":
-    run(__doc__, "latent_attention", rows, SECONDS)
+    run(
+        __doc__,
+        lambda options: "latent_models" if options.models else "latent_attention",
+        rows,
+        ARGUMENTS,
+    )

@@ -53,6 +53,16 @@ QWEN3_MOE = {  # Qwen3-30B-A3B's, of 8 layers
 KIMI = {  # of 8 layers; the defaults are the 48B-A3B model's
     "vocab_size": 32768, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **hybrid(8),
 }  # fmt: skip
+GLM_LITE = {  # GLM-4.7-Flash's, of 8 layers
+    "num_hidden_layers": 8, "pad_token_id": 0, "max_position_embeddings": 65536,
+}  # fmt: skip
+V2_LITE = {  # DeepSeek-V2-Lite's, of 8 layers
+    "hidden_size": 2048, "intermediate_size": 10944, "num_hidden_layers": 8,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": None,
+    "n_routed_experts": 64, "num_experts_per_tok": 6, "moe_intermediate_size": 1408,
+    "n_shared_experts": 2, "first_k_dense_replace": 1, "vocab_size": 102400,
+    "max_position_embeddings": 65536,
+}  # fmt: skip
 FAMILIES = {  # names of transformers' configurations and of its models, and the sizes
     "layer": ("Qwen3_5TextConfig", None, LAYER),
     "model": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", SMALL),
@@ -60,6 +70,8 @@ FAMILIES = {  # names of transformers' configurations and of its models, and the
     "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", QWEN),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", QWEN3_MOE),
     "kimi_linear": ("KimiLinearConfig", "KimiLinearForCausalLM", KIMI),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM", GLM_LITE),
+    "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM", V2_LITE),
     "Qwen3.5-35B-A3B": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", QWEN_MOE),
     "Qwen3-30B-A3B": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", QWEN3_MOE),
 }

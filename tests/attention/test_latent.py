@@ -106,6 +106,9 @@ def test_kernels(sizes, parts, mask, filled, monkeypatch):
     x = problem(sizes, S=S, mask=mask, filled=filled, dtype=HALF, device=DEVICE)
     right = kernel.latent_attention_with_kvcache(**wide(x))
     scale = x["q"].shape[-1] ** -0.5
+    if filled == 41:  # queries that are a part of a larger tensor
+        joined = torch.cat([x["q"].flatten(2), x["q"].flatten(2)[..., :8]], -1)
+        x["q"] = joined[..., :-8].unflatten(-1, x["q"].shape[2:])
     names = ("q", "latents", "rotated", "weight", "cache_seqlens", "attention_mask")
     fields = (*map(x.get, names), x["qk_nope_head_dim"], scale)
     for folder in ("portable",) if INTERPRETING else ("portable", "hopper"):

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import inspect
 
 import decoding
 import pytest
@@ -135,6 +136,17 @@ def test_generate(name, implementation):
         assert torch.equal(found, wanted) and served_calls(record)
 
 
+def test_assisted():
+    """Drafts of another model, of which some are refused, which takes their latents back."""
+    model, served = models("glm4_moe_lite")
+    draft = random_model("glm4_moe_lite", num_hidden_layers=1)
+    given = dict(max_new_tokens=9, do_sample=False, assistant_model=draft)
+    wanted = model.generate(tokens(1, 9), **given)
+    with dispatch.force("reference"), dispatch.served() as record:
+        found = served.generate(tokens(1, 9), **given)
+    assert torch.equal(found, wanted) and served_calls(record)
+
+
 def own_forward(changed, **given):
     """How many calls of ours a token takes, after a change."""
     model = random_model("glm4_moe_lite")
@@ -162,10 +174,26 @@ def bias(model):
     part.bias = torch.nn.Parameter(torch.ones(part.out_features))
 
 
+class Wrapped(torch.nn.Module):
+    """A projection with something beside it, as adapters have."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.in_features, self.out_features = base, base.in_features, base.out_features
+
+    def forward(self, x):
+        return self.base(x)
+
+
+def wrap(model):
+    attention_of(model).kv_b_proj = Wrapped(attention_of(model).kv_b_proj)
+
+
 CHANGES = {  # how many of two layers are ours then
     "nothing": (lambda model: None, {}, 2),
     "a hook": (hook, {}, 1),
     "a bias": (bias, {}, 1),
+    "an adapter": (wrap, {}, 1),
     "eager attention": (lambda model: model.set_attn_implementation("eager"), {}, 0),
     "training": (lambda model: model.train(), {}, 0),
     "a gradient": (lambda model: None, {"grad": True}, 0),
@@ -240,6 +268,53 @@ def test_graphs(graph, name, device, monkeypatch):
         found = decoding.generate(model, ids, attention_mask=mask)
     assert torch.equal(found, wanted) and graph.replays == decoding.NEW - 2
     assert served_calls(record)
+
+
+MUTANTS = {  # of DeepSeek-V3's forward
+    "values first": ("[self.qk_nope_head_dim, self.v_head_dim], dim=-1)",
+                     "[self.v_head_dim, self.qk_nope_head_dim], dim=-1)[::-1]"),
+    "queries not turned": ("torch.cat((q_pass, q_rot)", "torch.cat((q_pass, q_pass[..., :8])"),
+    "latents without their norm": ("self.kv_a_layernorm(kv_nope)", "kv_nope"),
+    "keys turned later": ("self.expand_kv(kv_nope, k_rot)", "self.expand_kv(kv_nope, -k_rot)"),
+    "a factor of the output": ("self.o_proj(attn_output)", "self.o_proj(attn_output) * 2"),
+    "another mask": ("            attention_mask,\n", "            attention_mask * 2,\n"),
+    "queries of the latents": ("self.q_a_proj(hidden_states)", "self.q_a_proj(-hidden_states)"),
+    "a tanh": ("self.kv_b_proj(kv_nope)", "self.kv_b_proj(kv_nope).tanh()"),
+}  # fmt: skip
+
+
+def changed_attention(monkeypatch, before="", after=""):
+    """A module whose class has another text, which counts as transformers' own."""
+    attention = attention_of(random_model("deepseek_v3", attention_bias=False))
+    own, space = type(attention), dict(vars(inspect.getmodule(type(attention))))
+    text = inspect.getsource(own)
+    assert before in text
+    exec(text.replace(before, after) if before else text, space)
+    monkeypatch.setattr(latent_trial, "why_not_own", lambda function: None)
+    monkeypatch.setattr(latent_trial, "own_names", lambda function: [])
+    object.__setattr__(attention, "__class__", space[own.__name__])
+    return attention
+
+
+@pytest.mark.parametrize("change", MUTANTS)
+def test_mutants(change, monkeypatch):
+    """A forward that computes something else is not taken for latent attention."""
+    attention = changed_attention(monkeypatch, *MUTANTS[change])
+    with pytest.raises(submodule("models.code").Refused):
+        latent_trial.latent_form(attention)
+
+
+def test_values_that_are_made(monkeypatch):
+    """A scale and a layer that a forward makes of attributes are those of these attributes."""
+    attention = changed_attention(monkeypatch)
+    form = latent_trial.latent_form(attention)
+    assert form.rotary == "pairs_to_halves" and form.index.what == "layer_idx"
+    attention = changed_attention(monkeypatch, "scaling=self.scaling", "scaling=self.scaling * 2")
+    (scaling,) = [w for w in latent_trial.latent_form(attention).words if w.name == "scaling"]
+    assert (scaling.how, scaling.what) == ("constant", 2 * attention.scaling)
+    attention = changed_attention(monkeypatch, "k_rot, self.layer_idx", "k_rot, self.layer_idx + 1")
+    form = latent_trial.latent_form(attention)
+    assert form.index.what == 1 and ("layer_idx", 0) in form.guards
 
 
 @pytest.mark.parametrize("name", INDEXED)

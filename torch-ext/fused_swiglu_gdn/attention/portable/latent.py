@@ -19,6 +19,8 @@ from .latent_kernels import _absorb_kernel, _attend_kernel, _combine_kernel, _fi
 from .latent_rope import prepare_latent_norm_rope  # noqa: F401
 
 MAX_TOKENS, MAX_LATENT, MAX_ROTARY, MAX_PARTS = 8, 512, 128, 128
+# channels of a program: of absorb, of combine with many parts and with few, of finish
+ABSORBED, COMBINED, FINISHED = 64, (64, 128), 32
 
 
 class Form(NamedTuple):
@@ -66,7 +68,7 @@ def prepare_latent_attention(call: LatentAttention) -> Optional[Callable]:
 
 
 def prepared(call: LatentAttention, form_of: Callable) -> Callable:
-    if not (call.q.is_contiguous() and call.weight.is_contiguous()):
+    if _token_step(call.q) is None or not call.weight.is_contiguous():
 
         def copied(q, latents, rotated, weight, *more):
             return q.contiguous(), latents, rotated, weight.contiguous(), *more
@@ -94,6 +96,16 @@ def prepared(call: LatentAttention, form_of: Callable) -> Callable:
     return resized(*call.tensors)
 
 
+def _token_step(q: torch.Tensor) -> Optional[int]:
+    """The stride of the tokens of q [B, T, H, D], or None if they have not one, or heads of a token
+    do not follow each other."""
+    B, T, _, D = q.shape
+    row, step = q.stride(0), q.stride(1)
+    if q.stride()[2:] != (D, 1) or B > 1 and T > 1 and row != T * step:
+        return None
+    return step if T > 1 else row
+
+
 class _Launches:
     """The launches of calls that differ in S and in strides of rows."""
 
@@ -109,15 +121,16 @@ class _Launches:
         self.pdl = device.overlaps_launches(q.device)
         self.early = {"launch_pdl": True} if self.pdl else {}
         M, sizes = B * T, {"H": H, "N": N, "V": V, "C": C, "PDL": self.pdl}
-        BLOCK_M, BLOCK_V, BLOCK_C = min(64, max(16, next_power_of_2(M))), 32, min(64, C)
+        BLOCK_M, BLOCK_C = min(64, max(16, next_power_of_2(M))), min(ABSORBED, C)
         few = 1 if M <= 4 else 16  # tokens that share what is read of the weight in `finish`
         self.absorb = self._launch(
-            _absorb_kernel, -(-M // BLOCK_M) * H * (C // BLOCK_C + 1), (M,), **sizes, R=R,
+            _absorb_kernel, -(-M // BLOCK_M) * H * (C // BLOCK_C + 1), (M, _token_step(q)), **sizes,
+            R=R,
             BLOCK_M=BLOCK_M, BLOCK_C=BLOCK_C, BLOCK_K=max(16, min(64, next_power_of_2(N))),
         )  # fmt: skip
         self.finish = self._launch(
-            _finish_kernel, -(-M // few) * H * -(-V // BLOCK_V), (M,), **sizes, BLOCK_M=few,
-            BLOCK_V=BLOCK_V, BLOCK_C=C if few == 1 else min(128, C),
+            _finish_kernel, -(-M // few) * H * -(-V // FINISHED), (M,), **sizes, BLOCK_M=few,
+            BLOCK_V=FINISHED, BLOCK_C=C if few == 1 else min(128, C),
             num_warps=8 if few == 1 else 4,
         )  # fmt: skip
         self.made: dict = {}  # by the parts' constexpr and the kinds of what varies
@@ -151,7 +164,7 @@ class _Launches:
                 form.kernel, B * tiles * splits, numbers, H=self.shape[2], R=R,
                 BLOCK_R=form.block_r, **size, **form.values,
             )  # fmt: skip
-            block = min(64 if splits > 32 else 128, C)
+            block = min(COMBINED[splits <= 32], C)
             combine = self._launch(
                 _combine_kernel, B * self.rows * (C // block), rest, PARTS=parts,
                 BLOCK_N=form.block_n, BLOCK_C=block, PDL=self.pdl, **size,

@@ -33,6 +33,7 @@ def _absorb_kernel(
     w_ptr,  # [H, N + V, C]
     y_ptr,  # [M, H, C + R]
     M,
+    q_step,  # of M
     H: tl.constexpr,
     N: tl.constexpr,
     R: tl.constexpr,
@@ -50,7 +51,7 @@ def _absorb_kernel(
     block = pid % BLOCKS
     h = (pid // BLOCKS) % H
     m = (pid // (BLOCKS * H)) * BLOCK_M + tl.arange(0, BLOCK_M)
-    rows = q_ptr + (m[:, None] * H + h) * (N + R)
+    rows = q_ptr + m[:, None].to(tl.int64) * q_step + h * (N + R)
     y = y_ptr + (m[:, None] * H + h) * (C + R)
     if block < C // BLOCK_C:
         n = tl.arange(0, BLOCK_K)
