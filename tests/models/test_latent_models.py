@@ -106,6 +106,36 @@ def test_writers_take_turns(name, static):
     assert (torch.cat(found, 1) - wanted).abs().max() < LOGITS["cpu"]
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", TYPES)
+def test_prompts(name, implementation):
+    """Without a cache, by the attention function that the model has; its weights, too."""
+    model, served = map(copy.deepcopy, models(name))
+    for each in (model, served):
+        each.set_attn_implementation(implementation)
+    ids, given = tokens(2, 11), {"use_cache": False, "output_attentions": implementation == "eager"}
+    wanted = model(ids, **given)
+    with dispatch.force("reference"), dispatch.served() as record:
+        found = served(ids, **given)
+    assert len(record["latent_norm_rope"]) == layers_of(model) and not served_calls(record)
+    assert (found.logits - wanted.logits).abs().max() < LOGITS["cpu"]
+    for a, b in zip(found.attentions or (), wanted.attentions or ()):
+        assert a is b is None or torch.allclose(a, b, atol=1e-5)
+
+
+@torch.no_grad()
+def test_hooks_see_queries_as_they_were_made():
+    """Queries are turned in memory of their own where a hook keeps what the projection gave."""
+    model, served = map(copy.deepcopy, models("glm4_moe_lite"))
+    kept = []
+    for each in (model, served):
+        attention_of(each).q_b_proj.register_forward_hook(lambda *given: kept.append(given[2]))
+        with dispatch.force("reference"):
+            each(tokens(1, 5))
+    assert torch.allclose(*kept, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["glm4_moe_lite", "deepseek_v2", "mistral4", "kimi_linear"])
 def test_cache_is_theirs(name):
     """Latents and keys of the cache, in their own order of channels."""

@@ -1,8 +1,9 @@
 """Multi-head latent attention: a few tokens over a cache, in absorbed form, and all around it.
 
 transformers keeps latents in the cache and sends the whole cache through kv_b_proj at every token.
-Here a few tokens attend to the latents themselves. Prompts, gradients and every other call are the
-class's own forward.
+Here a few tokens attend to the latents themselves. Prompts, and tokens that cannot, have the
+attention function that the model has, with keys and values made of the latents; calls with
+gradients are the class's own forward.
 
 Sizes: B rows, T tokens, H heads, C latent and R rotary channels, N channels of a head without
 rotary embedding, V of a value head, S slots of a cache.
@@ -91,57 +92,88 @@ class LatentAttention:
         past, mask = given.get(form.cache), given.get(form.mask)
         if form.positions is not None and given.get(form.positions) is None:
             return None
-        if past is None or attention.training or x.ndim != 3 or not 0 < x.shape[1] <= MOST:
+        if attention.training or x.ndim != 3 or not x.numel() or torch.is_grad_enabled():
             return None
-        if torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
+        if torch.is_autocast_enabled(x.device.type) or not _has_kernels(x, C, R):
             return None
-        if not _has_kernels(x, C, R) or not form.pinned.unchanged(attention, form.guards):
+        if not form.pinned.unchanged(attention, form.guards):
             return None
         B, T = x.shape[:2]
         own_tables, parts = given.get(form.tables), attention.__dict__["_modules"]
         words = self.words.made(attention, given, rest, own_tables)
         more = rest if form.rests else {}
         function, tables = self.interface.of(attention, given), _tables(form, own_tables, x, R)
-        norm, linear = parameters_of_norm(parts[form.kv_norm]), parameters_of(parts[form.kv_b])
-        if tables is None or not _is_plain(norm, x) or linear is None or linear[0][1] is not None:
+        norm = parameters_of_norm(parts[form.kv_norm])
+        if tables is None or not _is_plain(norm, x):
             return None
-        if words.get("dropout") or more.get("dropout") or not by_torch(function, words, more):
-            return None
-        weight, (norm_weight, eps, _, _) = linear[0][0], norm
-        if weight.dtype is not x.dtype or weight.device != x.device:
-            return None
-        index = self.index.of(attention, given)
-        slots = slots_of(past, index, x[:, :, None])
-        filled = slots.keys.shape[2] if slots is not None else _grown(past, index, x)
-        if filled is None or not _attends(mask, B, T, filled):
-            return None
-        first, *others = form.queries
-        q, kv = projections(x, parts[first], parts[form.kv_a], unpatched=True)
-        if others:
-            q = projections(parts[others[0]](q), parts[others[1]], unpatched=True)[0]
-        q, turn = q.view(B, T, -1, N + R), {"eps": eps, "rotary": form.rotary or "halves"}
-        length = None
+        index, slots, weight = None, None, None
+        if past is not None:
+            index = self.index.of(attention, given)
+            slots = slots_of(past, index, x[:, :, None])
+            drops = words.get("dropout") or more.get("dropout")
+            if T <= MOST and not drops and by_torch(function, words, more):
+                filled = slots.keys.shape[2] if slots is not None else _grown(past, index, x)
+                if filled is not None and _attends(mask, B, T, filled):
+                    weight = _weight(parts[form.kv_b], x)
+        q, kv = self.projected(parts, x)
+        q, length, turn = q.view(B, T, -1, N + R), None, {"eps": norm[1]}
+        turn["rotary"] = form.rotary or "halves"
         if slots is not None:
             length = slots.cumulative_length
             fused_latent_norm_rope(
-                q, kv, norm_weight, *tables, **turn, latent_cache=slots.keys,
+                q, kv, norm[0], *tables, **turn, latent_cache=slots.keys,
                 rotated_cache=slots.values, cache_position=length,
             )  # fmt: skip
             length.add_(T)
             latents, rotated = slots.keys, slots.values
         else:
-            new = fused_latent_norm_rope(q, kv, norm_weight, *tables, **turn)
-            latents, rotated = self.updates.of(past, *new, index, attention, given, rest)
+            latents, rotated = fused_latent_norm_rope(q, kv, norm[0], *tables, **turn)
+            if past is not None:
+                call = (attention, given, rest)
+                latents, rotated = self.updates.of(past, latents, rotated, index, *call)
         if form.positions is not None:
             scale = scale_by_position(given[form.positions], attention.config.rope_parameters)
             q = q * scale.to(q.dtype)
-        out = latent_attention_with_kvcache(
-            q, latents, rotated, weight, length, qk_nope_head_dim=N, attention_mask=mask,
-            softmax_scale=words.get("scaling", more.get("scaling")),
-        )  # fmt: skip
+        if weight is not None:
+            out, weights = latent_attention_with_kvcache(
+                q, latents, rotated, weight, length, qk_nope_head_dim=N, attention_mask=mask,
+                softmax_scale=words.get("scaling", more.get("scaling")),
+            ), None  # fmt: skip
+        else:
+            keys, values = self.expanded(parts, latents, rotated, q.shape[2])
+            q = q.transpose(1, 2)
+            out, weights = function(attention, q, keys, values, mask, **words, **more)
         if form.gate is not None:
             out = out * torch.sigmoid(parts[form.gate](x).float()).to(x.dtype).unsqueeze(-1)
-        return projections(out.reshape(B, T, -1), parts[form.out], unpatched=True)[0], None
+        out = out.reshape(B, T, -1).contiguous()
+        return projections(out, parts[form.out], unpatched=True)[0], weights
+
+    def projected(self, parts: dict, x: torch.Tensor) -> tuple:
+        """Queries, in memory that nobody else sees, and latents beside the key."""
+        first, *others = self.form.queries
+        q, kv = projections(x, parts[first], parts[self.form.kv_a], unpatched=True)
+        if others:
+            q = projections(parts[others[0]](q), parts[others[1]], unpatched=True)[0]
+        last = parts[others[1] if others else first]
+        return (q if parameters_of(last) is not None else q.clone()), kv
+
+    def expanded(self, parts: dict, latents, rotated, heads: int) -> tuple:
+        """Keys [B, H, S, N + R] and values [B, H, S, V] of latents [B, 1, S, C]."""
+        (B, _, S, _), (_, R, N, _) = latents.shape, self.form.sizes
+        kv = parts[self.form.kv_b](latents).view(B, S, heads, -1).transpose(1, 2)
+        keys = kv.new_empty(B, heads, S, N + R)
+        keys[..., :N].copy_(kv[..., :N])
+        keys[..., N:].copy_(rotated)
+        return keys, kv[..., N:]
+
+
+def _weight(linear: nn.Module, x: torch.Tensor) -> Optional[torch.Tensor]:
+    """The weight of a projection that is a product with it alone, of the dtype of x, or None."""
+    found = parameters_of(linear)
+    if found is None or found[0][1] is not None:
+        return None
+    weight = found[0][0]
+    return weight if weight.dtype is x.dtype and weight.device == x.device else None
 
 
 def _has_kernels(x: torch.Tensor, C: int, R: int) -> bool:
