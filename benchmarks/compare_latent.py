@@ -17,8 +17,8 @@ from typing import Iterator
 
 import torch
 import torch.nn.functional as F
-from kernel_time import graph_ms, graphed, in_turns, memory, wall
-from model_cases import model_of
+from kernel_time import graph_ms, graphed, in_turns, memory, milliseconds, wall
+from model_cases import PROMPT, model_of, prompts
 from runner import SECONDS, relative_error, run
 
 MODELS = {  # heads, C, N, R, V
@@ -100,10 +100,29 @@ def step_of(model, B: int, S: int):
     return step
 
 
+def prompt_row(package, model, title: str) -> dict:
+    """An eager prompt, each way in turns."""
+    call, ids = prompts({"model": model})["model"], {}
+
+    def clock(kernelize) -> float:
+        if kernelize:
+            kernelize(package, model)
+        us = milliseconds({"": call}, rounds=1, rep=200)[""] * 1e3
+        ids["ours" if kernelize is WAYS["ours"] else "other"] = call()
+        package.restore(model)
+        return us
+
+    us = in_turns(WAYS, 3, clock)
+    difference = relative_error(ids["ours"], ids["other"])
+    what = f"{title}, 8 layers, a prompt of {PROMPT}, eager"
+    return {"what": what, "us": us, "difference": difference}
+
+
 @torch.no_grad()
 def model_rows(package) -> Iterator[dict]:
     for name, (title, sizes) in TOKENS.items():
         model = model_of(name)
+        yield prompt_row(package, model, title)
         for B, S in sizes:
             step, replays, logits, peak = step_of(model, B, S), {}, {}, {}
             for way, kernelize in WAYS.items():
