@@ -19,8 +19,8 @@ from .latent_kernels import _absorb_kernel, _attend_kernel, _combine_kernel, _fi
 from .latent_rope import prepare_latent_norm_rope  # noqa: F401
 
 MAX_TOKENS, MAX_LATENT, MAX_ROTARY, MAX_PARTS = 8, 512, 128, 128
-# channels of a program: of absorb, of combine with many parts and with few, of finish
-ABSORBED, COMBINED, FINISHED = 64, (64, 128), 32
+# channels of a program: of absorb, combine, and finish for tokens one by one or several at a time
+ABSORBED, COMBINED, FINISHED = 64, 128, (16, 32)
 
 
 class Form(NamedTuple):
@@ -123,14 +123,15 @@ class _Launches:
         M, sizes = B * T, {"H": H, "N": N, "V": V, "C": C, "PDL": self.pdl}
         BLOCK_M, BLOCK_C = min(64, max(16, next_power_of_2(M))), min(ABSORBED, C)
         few = 1 if M <= 4 else 16  # tokens that share what is read of the weight in `finish`
+        finished = FINISHED[few > 1]
         self.absorb = self._launch(
             _absorb_kernel, -(-M // BLOCK_M) * H * (C // BLOCK_C + 1), (M, _token_step(q)), **sizes,
             R=R,
             BLOCK_M=BLOCK_M, BLOCK_C=BLOCK_C, BLOCK_K=max(16, min(64, next_power_of_2(N))),
         )  # fmt: skip
         self.finish = self._launch(
-            _finish_kernel, -(-M // few) * H * -(-V // FINISHED), (M,), **sizes, BLOCK_M=few,
-            BLOCK_V=FINISHED, BLOCK_C=C if few == 1 else min(128, C),
+            _finish_kernel, -(-M // few) * H * -(-V // finished), (M,), **sizes, BLOCK_M=few,
+            BLOCK_V=finished, BLOCK_C=C if few == 1 else min(128, C),
             num_warps=8 if few == 1 else 4,
         )  # fmt: skip
         self.made: dict = {}  # by the parts' constexpr and the kinds of what varies
@@ -164,7 +165,7 @@ class _Launches:
                 form.kernel, B * tiles * splits, numbers, H=self.shape[2], R=R,
                 BLOCK_R=form.block_r, **size, **form.values,
             )  # fmt: skip
-            block = min(COMBINED[splits <= 32], C)
+            block = min(COMBINED, C)
             combine = self._launch(
                 _combine_kernel, B * self.rows * (C // block), rest, PARTS=parts,
                 BLOCK_N=form.block_n, BLOCK_C=block, PDL=self.pdl, **size,
