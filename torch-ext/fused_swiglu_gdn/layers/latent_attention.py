@@ -76,6 +76,20 @@ def scale_by_position(positions: torch.Tensor, rope_parameters: dict) -> torch.T
 POSITION_SCALE = ("llama_4_scaling_beta", "original_max_position_embeddings")
 
 
+class _Call(NamedTuple):
+    """A call that is ours."""
+
+    function: Callable  # the attention function, and its keywords:
+    words: dict
+    more: dict
+    tables: tuple  # cos and sin
+    norm: tuple  # of parameters_of_norm
+    past: object  # the cache
+    index: object  # of its layer
+    slots: object  # that layer, if it is a static one
+    weight: Optional[torch.Tensor]  # of kv_b, if the tokens attend to latents
+
+
 class LatentAttention:
     """A form, prepared for calls."""
 
@@ -88,7 +102,37 @@ class LatentAttention:
         self, attention: nn.Module, x: torch.Tensor, given: dict, rest: dict
     ) -> Optional[tuple]:
         """The module's output for these arguments, or None if the class's own forward must run."""
-        form, (C, R, N, _) = self.form, self.form.sizes
+        form, (_, R, N, _) = self.form, self.form.sizes
+        call = self.call(attention, x, given, rest)
+        if call is None:
+            return None
+        (B, T, _), parts, mask = x.shape, attention.__dict__["_modules"], given.get(form.mask)
+        q, kv = self.projected(parts, x)
+        q = q.view(B, T, -1, N + R)
+        latents, rotated, length = self.kept(call, q, kv, attention, given, rest)
+        if form.positions is not None:
+            scale = scale_by_position(given[form.positions], attention.config.rope_parameters)
+            q = q * scale.to(q.dtype)
+        if call.weight is not None:
+            scale, weights = call.words.get("scaling", call.more.get("scaling")), None
+            out = latent_attention_with_kvcache(
+                q, latents, rotated, call.weight, length, qk_nope_head_dim=N,
+                attention_mask=mask, softmax_scale=scale,
+            )  # fmt: skip
+        else:
+            k, v = self.expanded(parts, latents, rotated, q.shape[2])
+            q, words = q.transpose(1, 2), {**call.words, **call.more}
+            out, weights = call.function(attention, q, k, v, mask, **words)
+        if form.gate is not None:
+            out = out * torch.sigmoid(parts[form.gate](x).float()).to(x.dtype).unsqueeze(-1)
+        out = out.reshape(B, T, -1).contiguous()
+        return projections(out, parts[form.out], unpatched=True)[0], weights
+
+    def call(
+        self, attention: nn.Module, x: torch.Tensor, given: dict, rest: dict
+    ) -> Optional["_Call"]:
+        """What a call needs, or None if it is not one of ours."""
+        form, (C, R, _, _) = self.form, self.form.sizes
         past, mask = given.get(form.cache), given.get(form.mask)
         if form.positions is not None and given.get(form.positions) is None:
             return None
@@ -98,15 +142,13 @@ class LatentAttention:
             return None
         if not form.pinned.unchanged(attention, form.guards):
             return None
-        B, T = x.shape[:2]
         own_tables, parts = given.get(form.tables), attention.__dict__["_modules"]
-        words = self.words.made(attention, given, rest, own_tables)
-        more = rest if form.rests else {}
-        function, tables = self.interface.of(attention, given), _tables(form, own_tables, x, R)
-        norm = parameters_of_norm(parts[form.kv_norm])
+        tables, norm = _tables(form, own_tables, x, R), parameters_of_norm(parts[form.kv_norm])
         if tables is None or not _is_plain(norm, x):
             return None
-        index, slots, weight = None, None, None
+        words = self.words.made(attention, given, rest, own_tables)
+        more, function = rest if form.rests else {}, self.interface.of(attention, given)
+        index, slots, weight, (B, T, _) = None, None, None, x.shape
         if past is not None:
             index = self.index.of(attention, given)
             slots = slots_of(past, index, x[:, :, None])
@@ -115,38 +157,27 @@ class LatentAttention:
                 filled = slots.keys.shape[2] if slots is not None else _grown(past, index, x)
                 if filled is not None and _attends(mask, B, T, filled):
                     weight = _weight(parts[form.kv_b], x)
-        q, kv = self.projected(parts, x)
-        q, length, turn = q.view(B, T, -1, N + R), None, {"eps": norm[1]}
-        turn["rotary"] = form.rotary or "halves"
-        if slots is not None:
-            length = slots.cumulative_length
-            fused_latent_norm_rope(
-                q, kv, norm[0], *tables, **turn, latent_cache=slots.keys,
-                rotated_cache=slots.values, cache_position=length,
+        return _Call(function, words, more, tables, norm, past, index, slots, weight)
+
+    def kept(self, call: "_Call", q, kv, attention, given: dict, rest: dict) -> tuple:
+        """Latents and keys of the cache, or of these tokens without one, and how many slots of a
+        static cache are filled; q is turned in place."""
+        turn = {"eps": call.norm[1], "rotary": self.form.rotary or "halves"}
+        if call.slots is not None:
+            keys, values, length = (
+                call.slots.keys, call.slots.values, call.slots.cumulative_length
             )  # fmt: skip
-            length.add_(T)
-            latents, rotated = slots.keys, slots.values
-        else:
-            latents, rotated = fused_latent_norm_rope(q, kv, norm[0], *tables, **turn)
-            if past is not None:
-                call = (attention, given, rest)
-                latents, rotated = self.updates.of(past, latents, rotated, index, *call)
-        if form.positions is not None:
-            scale = scale_by_position(given[form.positions], attention.config.rope_parameters)
-            q = q * scale.to(q.dtype)
-        if weight is not None:
-            out, weights = latent_attention_with_kvcache(
-                q, latents, rotated, weight, length, qk_nope_head_dim=N, attention_mask=mask,
-                softmax_scale=words.get("scaling", more.get("scaling")),
-            ), None  # fmt: skip
-        else:
-            keys, values = self.expanded(parts, latents, rotated, q.shape[2])
-            q = q.transpose(1, 2)
-            out, weights = function(attention, q, keys, values, mask, **words, **more)
-        if form.gate is not None:
-            out = out * torch.sigmoid(parts[form.gate](x).float()).to(x.dtype).unsqueeze(-1)
-        out = out.reshape(B, T, -1).contiguous()
-        return projections(out, parts[form.out], unpatched=True)[0], weights
+            fused_latent_norm_rope(
+                q, kv, call.norm[0], *call.tables, **turn, latent_cache=keys, rotated_cache=values,
+                cache_position=length,
+            )  # fmt: skip
+            length.add_(q.shape[1])
+            return keys, values, length
+        latents, rotated = fused_latent_norm_rope(q, kv, call.norm[0], *call.tables, **turn)
+        if call.past is not None:
+            made = call.past, latents, rotated, call.index
+            latents, rotated = self.updates.of(*made, attention, given, rest)
+        return latents, rotated, None
 
     def projected(self, parts: dict, x: torch.Tensor) -> tuple:
         """Queries, in memory that nobody else sees, and latents beside the key."""
