@@ -245,6 +245,24 @@ def test_rope_arguments(change):
         kernel.fused_latent_norm_rope(**{**rope_problem("halves", True), **given})
 
 
+def test_lengths_that_are_new():
+    """A cache that grows finds what calls of other lengths have prepared, and the reference where
+    its latents do not begin at a multiple of 16 bytes."""
+    operation = submodule("attention.ops").LATENT_ATTENTION
+
+    def launch(*tensors):
+        return "kernel"
+
+    launch.resized = lambda *tensors: lambda *tensors: "kernel of this length"
+    run = operation._if_aligned(launch, lambda *tensors: "reference")
+    x = problem(SIZES[0])
+    tensors = [x.get(name) for name in calls.LatentAttention._fields[:-1]]
+    assert run(*tensors) == "kernel"
+    assert run.resized(*tensors)(*tensors) == "kernel of this length"
+    odd = torch.empty(x["latents"].numel() + 1)[1:].view_as(x["latents"])
+    assert run.resized(*tensors)(tensors[0], odd, *tensors[2:]) == "reference"
+
+
 @pytest.mark.gpu
 @compiled
 @torch.no_grad()

@@ -354,3 +354,45 @@ def test_indexers_are_refused(name):
         report = kernel.kernelize(model)
     reasons = {row.reason for row in report.rows if row.layer == "LatentAttention"}
     assert reasons == {"its part indexer chooses the slots that it attends to"}
+
+
+WIDER = {  # what kernels serve
+    "hidden_size": 256, "kv_lora_rank": 128, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32,
+    "v_head_dim": 32, "first_k_dense_replace": 2, "mlp_layer_types": ["dense"] * 2,
+}  # fmt: skip
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("name", ["glm4_moe_lite", "deepseek_v2", "minicpm3", "mistral4"])
+def test_kernels(name, static):
+    """On a GPU: tokens and drafts are no further from fp64 than without ours."""
+    model = random_model(name, device="cuda", **WIDER)
+    exact, served = copy.deepcopy(model).double(), copy.deepcopy(model).bfloat16()
+    kernel.kernelize(served)
+    chunks, errors = [x.cuda() for x in chunks_of(name, batch=8)], []
+    right = logits(exact, chunks, cache_of(exact, static))
+    for each in (served, model.bfloat16()):
+        with dispatch.served() as record:
+            found = logits(each, chunks, cache_of(each, static), poisoned=each is served and static)
+        errors.append(relative_error(found[:, 11:], right[:, 11:]))
+        assert served_calls(record) == (len(chunks) - 1) * 2 * (each is served)
+    assert errors[0] < 1.1 * errors[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["glm4_moe_lite", "deepseek_v2"])
+def test_graphs_of_kernels(name):
+    """generate by CUDA graphs gives the tokens that it gives without."""
+    model = random_model(name, device="cuda", **WIDER).bfloat16()
+    ids, mask = decoding.padded(3, 9, "cuda")
+    kernel.kernelize(model)
+    given = dict(attention_mask=mask, max_new_tokens=24, do_sample=False, disable_compile=True)
+    wanted = model.generate(ids, cache_implementation="static", **given)
+    report = kernel.kernelize(model, cuda_graphs=True)
+    del given["disable_compile"]
+    assert report.rows[-1].note == "CUDA graph"
+    with dispatch.served() as record:
+        found = model.generate(ids, cache_implementation="static", **given)
+    assert torch.equal(found, wanted) and served_calls(record) < 2 * 24

@@ -264,10 +264,13 @@ class Operation(CallCache):
 
     def _prepared(self, call, gradient: Optional[Tuple[str, str]] = None) -> Optional[Callable]:
         """A function of the call's tensors by kernels, or None."""
-        launch, places = dispatch.prepare(self.family, self.name, call, gradient), self.aligned
-        if launch is None or not places:
+        launch = dispatch.prepare(self.family, self.name, call, gradient)
+        if launch is None or not self.aligned:
             return launch
-        by_reference = self._contiguous(call.options)
+        return self._if_aligned(launch, self._contiguous(call.options))
+
+    def _if_aligned(self, launch: Callable, by_reference: Callable) -> Callable:
+        places, resized = self.aligned, getattr(launch, "resized", None)
 
         def run(*tensors, **more):
             for place in places:
@@ -275,6 +278,8 @@ class Operation(CallCache):
                     return by_reference(*tensors, **more)
             return launch(*tensors, **more)
 
+        if resized is not None:
+            run.resized = lambda *tensors: self._if_aligned(resized(*tensors), by_reference)
         return run
 
     def _contiguous(self, options: tuple) -> Callable:
