@@ -206,7 +206,7 @@ def chosen(package, name: str, batch: int, begin: Optional[Path] = None) -> list
     for what, options in CHOSEN.items():
         ways[what] = partial(way, True, **options)
         ways[f"{what}, by the loop"] = partial(way, False, **options)
-    return [row_of(name, batch, in_turns(ways, begin, 2 * TURNS))]
+    return [row_of(name, batch, in_turns(ways, begin))]
 
 
 @torch.no_grad()

@@ -46,6 +46,8 @@ class Token:
     def to(self, *args, **options) -> "Token":
         return self
 
+    clone = float = to
+
     def squeeze(self, dim: int) -> torch.Tensor:
         return self.tokens
 
@@ -143,7 +145,7 @@ def _key(processor: Any) -> tuple:
 
 
 class Chooser:
-    """What a graph chooses by: captured operations, and the tensors that they read and advance.
+    """The choice in a graph: captured operations, and the tensors that they read and advance.
 
     length []: of the ids, the token that the step reads included. seen [B, V + 1]: which tokens are
     among those that a penalty concerns; the last column is for ids past the vocabulary.

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 class Served(NamedTuple):
-    """What a report says about decoding."""
+    """Facts for a report about decoding."""
 
     module: str  # the path of the module that generates
     kind: str  # its class

@@ -17,6 +17,7 @@ from ...runtime.sizes import cdiv, next_power_of_2
 from ..call import Choose
 
 PART = 1024  # keys that a program sorts, twice as many as it keeps at least
+WARPS = 4
 MOST = 256  # of top_k: a longer list takes longer than torch's sort
 SPARE = 14  # keys of a list above top_k, for scores equal to the last one
 
@@ -222,7 +223,7 @@ def prepare_choose_fwd(call: Choose) -> Optional[Callable]:
     of_scores = (V, logits.stride(0), temperature, penalty, least)
     number = 0 if ends is None else ends.numel()
     n = cdiv(V, PART)
-    words = (("num_warps", 4),)
+    words = (("num_warps", WARPS),)
     first = Launch(
         _candidates_kernel, (n, B), device, numbers=of_scores,
         constexprs=(number, top, PART), options=words, guarded=True,
