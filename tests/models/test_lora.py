@@ -195,6 +195,24 @@ def test_autocast_checkpoints_and_no_gradient(kernel):
     same_step(model, served, ids, 16)
 
 
+def test_autocast_over_bf16(kernel):
+    """Adapters stay in fp32, so gradients are nearer to those in fp32 than PEFT's."""
+    model, served, _ = both(kernel)
+    exact, ids = copy.deepcopy(model), tokens(2, 9)
+    right = step(exact, ids)[1]
+    for each in (model, served):
+        for n, p in each.named_parameters():
+            if "lora" not in n:
+                p.data = p.data.bfloat16()
+    errors = []
+    for each, groups in ((model, 0), (served, 8)):
+        with torch.autocast("cpu", torch.bfloat16):
+            _, found, count = step(each, ids)
+        assert count == groups
+        errors.append(sum([(found[n] - g).norm() / g.norm() for n, g in right.items()]))
+    assert errors[1] < 1.1 * errors[0]
+
+
 def test_dropout(kernel):
     """By masks of our own: off in evaluation, repeated by a seed, and PEFT's mean."""
     model, served, report = both(kernel, lora_dropout=0.3)

@@ -201,6 +201,46 @@ def test_a_model_that_changes(device):
     assert plain(model.eval())
 
 
+def test_another_head(device):
+    """A vocabulary that is resized, and adapters that are added, after kernelize: logits again, and
+    none once more after another call."""
+    model = served(tiny().to(device))
+    model.resize_token_embeddings(70)
+    assert plain(model)
+    compare(model)
+    peft = pytest.importorskip("peft")
+    model = served(tiny().to(device))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["lm_head"]))
+    assert plain(adapted)
+
+
+def _sharded_step(rank: int, where) -> list:
+    """The loss and the norms of gradients of a model, sharded by FSDP2 without and with logits."""
+    from torch.distributed.fsdp import fully_shard
+
+    loss.device = types.SimpleNamespace(is_gpu=lambda where: True)
+    found = []
+    for ours in (False, True):
+        model = tiny().to(where)
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        if ours:
+            served(model)
+        out, gradients = step(model)
+        assert (out.logits is None) == ours
+        found.append(
+            [out.loss.item(), *[g.full_tensor().norm().item() for g in gradients.values()]]
+        )
+    return found
+
+
+def test_fsdp2(tmp_path):
+    two = pytest.importorskip("two_processes")
+    for own, ours in two.found_by(_sharded_step, "cpu", tmp_path):
+        assert ours == pytest.approx(own, rel=1e-5)
+
+
 def plain(model, **options) -> bool:
     """The model's own loss is made of its own logits."""
     return torch.is_tensor(model(**{**batch(model), **options}).logits)

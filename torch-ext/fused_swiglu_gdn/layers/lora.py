@@ -14,6 +14,7 @@ from torch import nn
 from ..lora.call import MOST
 from ..lora.ops import adapted
 from ..runtime import dispatch
+from ..runtime.ops import autocast
 from .plain import HOOKS, OWN, PLAIN_TENSORS, is_plain, parameters_of, torch_unpatched
 
 LAYER = "LoraLinear"  # what a served module's class is served as
@@ -70,10 +71,8 @@ def _may_serve(x: torch.Tensor) -> bool:
     return (
         type(x) in PLAIN_TENSORS
         and x.ndim > 1
-        and (x.dtype is torch.bfloat16 or dispatch.forced is not None)
         and (x.numel() >= FEWEST * x.shape[-1] or dispatch.forced is not None)
         and torch.is_grad_enabled()
-        and not torch.is_autocast_enabled(x.device.type)
         and not torch.compiler.is_compiling()
         and not x.is_nested
     )
@@ -85,7 +84,10 @@ def projections(x: torch.Tensor, linears: Sequence[nn.Module]) -> Optional[List[
     if not _may_serve(x) or not torch_unpatched():
         return None
     parts = [parts_of(linear) for linear in linears]
+    given, (x,) = x, autocast(x)  # PEFT's adapters are in autocast's dtype, ours still in fp32
     K, dtype = x.shape[-1], x.dtype
+    if dtype is not torch.bfloat16 and dispatch.forced is None:
+        return None
     places = [
         i
         for i, p in enumerate(parts)
@@ -102,7 +104,7 @@ def projections(x: torch.Tensor, linears: Sequence[nn.Module]) -> Optional[List[
     if ys is None:
         return None
     of = dict(zip(places, [y.view(*x.shape[:-1], y.shape[-1]) for y in ys]))
-    return [of[i] if i in of else linear(x) for i, linear in enumerate(linears)]
+    return [of[i] if i in of else linear(given) for i, linear in enumerate(linears)]
 
 
 @functools.cache

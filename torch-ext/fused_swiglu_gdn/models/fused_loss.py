@@ -97,6 +97,8 @@ def _is_step(model: nn.Module, labels, found: Callable, known: Callable) -> bool
         return False
     if not isinstance(labels, Tensor) or not torch_unpatched(compiling):
         return False
+    if not hasattr(type(head), "step_without_logits"):  # another head than the one that is served
+        return False
     if type(head.weight) not in PLAIN_TENSORS or type(head.bias) not in (
         *PLAIN_TENSORS,
         type(None),
