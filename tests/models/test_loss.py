@@ -193,7 +193,7 @@ def test_a_model_that_changes(device):
     model.config.vocab_size = 30
     with pytest.raises(ValueError, match="vocab_size must be 61, as lm_head has it, got 30"):
         model(**batch(model))
-    model = served(tiny("Gemma2", head_dim=16, final_logit_softcapping=None).to(device))
+    model = tiny("Gemma2", head_dim=16, final_logit_softcapping=None).to(device)
     compare(model)
     model.config.final_logit_softcapping = 2.0
     with pytest.raises(RuntimeError, match="has changed its logits before its loss"):
@@ -358,11 +358,36 @@ def test_copies_signatures_and_undoing(device):
 
 @pytest.mark.parametrize(
     "name, options",
-    [("Gemma2", {"head_dim": 16, "final_logit_softcapping": 2.0}), ("Granite", {})],
-)
-def test_models_that_do_more_with_their_logits(name, options):
-    row = loss.serve_loss(tiny(name, **options))
-    assert row.reason == "its forward does more with its logits than to make one loss"
+    [
+        ("Gemma2", {"head_dim": 16, "final_logit_softcapping": 2.0}),
+        ("Granite", {"logits_scaling": 3.0}), ("Cohere", {"logit_scale": 0.25}),
+    ],
+)  # fmt: skip
+def test_models_that_scale_or_cap_their_logits(device, name, options):
+    model = tiny(name, **options).to(device)
+    compare(model)
+    if name == "Gemma2":
+        model.config.final_logit_softcapping = 5.0  # as the model has it at each step
+        loss_of = [step(each)[0].loss for each in (model, copy.deepcopy(model))]
+        submodule("models.apply").restore(model)
+        assert_close(loss_of[0], step(model)[0].loss)
+
+
+def test_models_that_do_more_with_their_logits():
+    model = tiny()
+
+    own = type(model)
+    assert loss._is_plain(model, own) is True
+    for change in (lambda x: x + 1, lambda x: x.abs(), lambda x: x * -1.0, lambda x: x[:, -1]):
+
+        class Other(own):
+            def forward(self, input_ids=None, labels=None, change=change, **kwargs):
+                hidden = self.model(input_ids=input_ids).last_hidden_state
+                logits = change(self.lm_head(hidden))
+                found = self.loss_function(logits=logits, labels=labels, vocab_size=61)
+                return transformers.modeling_outputs.CausalLMOutput(loss=found, logits=logits)
+
+        assert loss._is_plain(model, Other) is None
 
 
 def test_left_alone():

@@ -5,12 +5,16 @@ function computes the loss from them and the weight of `lm_head`, and the output
 logits. That is right where the forward hands what `lm_head` gives to its loss function and to its
 output and does nothing else with it, which is tried once with parts that only record; a step whose
 loss function gets anything else raises.
+
+Models that scale or cap their logits first have a few known numbers in the place of logits, on the
+CPU: what the forward makes of them says by which factor and which cap, in every step.
 """
 
 import functools
 import inspect
+import math
 import threading
-from typing import Callable, Optional
+from typing import Callable, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -28,11 +32,39 @@ BY = "linear_cross_entropy: output.logits are None in training steps"
 _thread = threading.local()  # .step: the _Step of the model whose forward runs
 
 
-class _Step:
-    """A training step without logits: its lm_head, and the hidden states that this has got."""
+# Numbers in the place of logits: the last are beyond any cap
+PROBE = (0.0, 1e-3, -1e-3, 0.5, 1.0, -1.0, 7.0, -1e30, 1e30)
 
-    def __init__(self, head: nn.Module):
-        self.head, self.hidden = head, None
+
+def _probe() -> Tensor:
+    return torch.tensor(PROBE, dtype=torch.float64).view(1, 1, -1)
+
+
+def _form_of(logits) -> Optional[Tuple[float, Optional[float]]]:
+    """The factor and the cap, or None, by which _probe() has become these logits; None if they are
+    another function of it."""
+    if type(logits) is not Tensor or logits.shape != (1, 1, len(PROBE)) or logits.is_cuda:
+        return None
+    found, given = logits.double().flatten(), _probe().flatten()
+    one, cap = found[4].item(), found[-1].item()
+    if 0 < one < cap < 1e20:
+        scale = cap * math.atanh(one / cap)
+        right = cap * torch.tanh(given * scale / cap)
+    elif one > 0:
+        scale, cap = one, None
+        right = given * scale
+    else:
+        return None
+    same = ((found - right).abs() <= 1e-6 * right.abs()).all()
+    return (scale, cap) if same else None
+
+
+class _Step:
+    """A training step without logits: its lm_head, the hidden states that this has got, and what it
+    has given. plain: those themselves."""
+
+    def __init__(self, head: nn.Module, plain: bool):
+        self.head, self.plain, self.hidden, self.given = head, plain, None, None
 
 
 def _step_of(head: nn.Module) -> Optional[_Step]:
@@ -48,7 +80,8 @@ def _project(self, hidden: Tensor):
     if step is None:
         return nn.Linear.forward(self, hidden)
     step.hidden = hidden
-    return hidden
+    step.given = hidden if step.plain else _probe()
+    return step.given
 
 
 _project.view = {"step_without_logits": None}
@@ -62,7 +95,8 @@ def _loss(step: _Step, kind: str) -> Callable:
         **_,
     ):  # fmt: skip
         hidden, head = step.hidden, step.head
-        if logits is not hidden:
+        form = (1.0, None) if logits is step.given else None if step.plain else _form_of(logits)
+        if form is None:
             raise RuntimeError(
                 f"kernelize(model, loss=True): the forward of {kind} has changed its logits before "
                 "its loss, which it did not when the model was kernelized: call kernelize again"
@@ -76,8 +110,9 @@ def _loss(step: _Step, kind: str) -> Callable:
         target = shift_labels.reshape(-1).to(hidden.device)
         reduction = "mean" if num_items_in_batch is None else "sum"
         loss = linear_cross_entropy(
-            rows, head.weight, target, head.bias, ignore_index=ignore_index, reduction=reduction
-        )
+            rows, head.weight, target, head.bias, ignore_index=ignore_index, reduction=reduction,
+            temperature=1.0 / form[0], softcap=form[1],
+        )  # fmt: skip
         if num_items_in_batch is None:
             return loss
         if torch.is_tensor(num_items_in_batch):
@@ -116,19 +151,21 @@ def _is_step(model: nn.Module, labels, found: Callable, known: Callable) -> bool
 
 
 @functools.cache
-def _forward(own: type, known: Callable) -> Callable:
-    """The forward of a served model of this class, and its loss function."""
+def _forward(own: type, known: Callable, plain: bool) -> Callable:
+    """The forward of a served model of this class, and its loss function. plain: logits are passed
+    on as they are."""
     get, kind = own.loss_function.fget, own.__name__
 
     @functools.wraps(own.forward)
     def forward(self, *args, **kwargs):
-        if not _is_step(self, kwargs.get("labels"), get(self), known):
+        step = _is_step(self, kwargs.get("labels"), get(self), known)
+        if not step or not plain and torch.compiler.is_compiling():
             return own.forward(self, *args, **kwargs)
         whole = kwargs.pop("return_dict", None)
         if whole is None:
             whole = getattr(self.config, "return_dict", True)
         head = self._modules["lm_head"]
-        step = _Step(head)
+        step = _Step(head, plain)
         if torch.compiler.is_compiling():
             head.step_without_logits = step
             out = own.forward(self, *args, return_dict=True, **kwargs)
@@ -138,7 +175,7 @@ def _forward(own: type, known: Callable) -> Callable:
             try:
                 out = own.forward(self, *args, return_dict=True, **kwargs)
             finally:
-                _thread.step, step.hidden = before, None
+                _thread.step, step.hidden, step.given = before, None, None
         # entries are attributes and items: a new output has none of either
         found = {name: x for name, x in out.items() if name != "logits"}
         if whole:
@@ -181,10 +218,10 @@ class _Output(dict):
         return self.last_hidden_state if place == 0 else ()
 
 
-def _logits_are_only_passed_on(module: nn.Module, own: type) -> bool:
-    """True if the module's forward gives what lm_head returns to its loss function and its output,
-    each once and unchanged, tried with parts that record."""
-    hidden, logits = torch.zeros(1, 2, 4), torch.zeros(1, 2, 3, dtype=torch.bfloat16)
+def _logits_that_arrive(module: nn.Module, own: type, logits: Tensor) -> Optional[Tensor]:
+    """What the module's forward makes of what lm_head returns, if it gives that to its loss
+    function once and to its output, tried with parts that record; else None."""
+    hidden = torch.zeros(1, 2, 4)
     ids, loss, got = torch.zeros(1, 2, dtype=torch.long), torch.zeros(()), []
     labels = ids.clone()
 
@@ -204,10 +241,20 @@ def _logits_are_only_passed_on(module: nn.Module, own: type) -> bool:
     try:
         with torch.no_grad():
             out = own.forward(me, input_ids=ids, labels=labels, return_dict=True, **more)
-        same = out.logits is logits and out.loss is loss
+        once = len(got) == 1 and out.loss is loss
     except Exception:
-        return False
-    return same and len(got) == 1 and got[0][0] is logits and got[0][1] is labels
+        return None
+    found = got[0] if once else (None, None)
+    return found[0] if found[1] is labels and out.logits is found[0] else None
+
+
+def _is_plain(module: nn.Module, own: type) -> Optional[bool]:
+    """Whether the module passes its logits on as they are; None if it does more with them than to
+    scale and to cap them."""
+    logits = torch.zeros(1, 2, 3, dtype=torch.bfloat16)  # a copy in fp32 is another tensor
+    if _logits_that_arrive(module, own, logits) is logits:
+        return True
+    return None if _form_of(_logits_that_arrive(module, own, _probe())) is None else False
 
 
 def _names(own: type) -> tuple:
@@ -232,7 +279,7 @@ def _why_not(module: nn.Module) -> Optional[str]:
         if reason is not None:
             return f"its forward {reason}"
         function = getattr(function, "__wrapped__", None)
-    if not _logits_are_only_passed_on(module, own):
+    if _is_plain(module, own) is None:
         return "its forward does more with its logits than to make one loss"
     return None
 
@@ -246,6 +293,7 @@ def serve_loss(model: nn.Module) -> Optional[Row]:
     name, module = found
     own, reason = own_class(module), _why_not(module)
     if reason is None:
-        serve(module, "loss", _forward(own, own.loss_function.fget(module)))
+        known, plain = own.loss_function.fget(module), _is_plain(module, own)
+        serve(module, "loss", _forward(own, known, plain))
         serve(module.lm_head, "loss", _project)
     return Row(name, own.__name__, "loss", BY if reason is None else None, reason)
