@@ -657,7 +657,7 @@ def _projections(kernel, B=1, K=2048, rows=(8192, 4096, 32, 32), activation=None
     # a served model calls this on a GPU; on a CPU its modules, so the operator is called past that
     products = submodule("projection.call").products
     call = products(values(B, K), [values(n, K) for n in rows], activation)
-    return lambda: submodule("projection.ops").PROJECT.op(*call.tensors, activation)
+    return lambda: submodule("projection.ops").PROJECT.op(*call.tensors, *call.options)
 
 
 def _norm(kernel, D=128, grad=False):
