@@ -27,6 +27,8 @@ REPLACED = {
     "OlmoHybridGatedDeltaNet": ("olmo_hybrid", "OlmoHybridGatedDeltaNet"),
     "Qwen3NextGatedDeltaNet": ("qwen3_next", "Qwen3NextGatedDeltaNet"),
     "Qwen3_5GatedDeltaNet": ("qwen3_5", "Qwen3_5GatedDeltaNet"),
+    "RMSNorm": ("llama", "LlamaRMSNorm"),
+    "RMSNormZeroCentered": ("qwen3_5", "Qwen3_5RMSNorm"),
     "SwiGLUGateUp": ("phi3", "Phi3MLP"),
     "SwiGLUMLP": ("llama", "LlamaMLP"),
     "causal_conv1d_fn": ("qwen3_5", "causal_conv1d_fn"),
@@ -399,3 +401,47 @@ def test_decoding_in_a_cuda_graph(kernel, name):
             graph.replay()
             outs.append(y.clone())
     assert torch.equal(torch.cat(outs, 1), ref)
+
+
+NORMS = {  # the classes that round in each way, and the layer that they ask for
+    "LlamaRMSNorm": ("llama", "RMSNorm"),
+    "OlmoHybridRMSNorm": ("olmo_hybrid", "RMSNorm"),
+    "NemotronHRMSNorm": ("nemotron_h", "RMSNorm"),
+    "DeepseekV4RMSNorm": ("deepseek_v4", "RMSNorm"),
+    "Qwen3_5RMSNorm": ("qwen3_5", "RMSNormZeroCentered"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", NORMS)
+def test_a_norm_has_the_bits_of_its_class(kernel, kind, dtype):
+    model, layer = NORMS[kind]
+    own = getattr(modeling(model), kind)
+    if getattr(own, "kernel_layer_name", layer) != layer:
+        pytest.skip("this transformers has another name for it")
+    norm, x = own(24, eps=0.01).to(dtype), torch.randn(2, 5, 24, dtype=dtype)
+    with torch.no_grad():
+        norm.weight.normal_()
+    x.requires_grad_()
+    expected = norm(x)
+    dispatch = submodule("runtime.dispatch")
+    with dispatch.force("reference"), dispatch.served() as record:
+        got = getattr(kernel.layers, layer).forward(norm, x)
+    assert set(record) == {"rms_norm_fwd"}
+    assert got.dtype is expected.dtype and torch.equal(got, expected)
+    wanted = torch.autograd.grad(expected.float().square().sum(), x)[0]
+    assert_close(torch.autograd.grad(got.float().square().sum(), x)[0], wanted)
+
+
+def test_a_norm_with_another_formula_keeps_its_forward(kernel, monkeypatch):
+    own, dispatch = modeling("llama").LlamaRMSNorm, submodule("runtime.dispatch")
+    norm, x = own(8), torch.randn(3, 8)
+    other = type("Other", (own,), {"forward": lambda self, hidden_states: 3 * hidden_states})(8)
+    forward = kernel.layers.RMSNorm.forward
+    with dispatch.force("reference"), dispatch.served() as record:
+        assert torch.equal(forward(other, x), 3 * x)
+        forward(norm, x)
+        assert len(record.pop("rms_norm_fwd")) == 1
+        monkeypatch.setattr(own, "forward", lambda self, hidden_states: 2 * hidden_states)
+        assert torch.equal(forward(norm, x), 2 * x)
+    assert not record

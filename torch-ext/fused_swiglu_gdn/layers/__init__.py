@@ -19,6 +19,7 @@ from .functions import (
     recurrent_kimi_delta_attention,
 )
 from .gdn import OlmoHybridGatedDeltaNet, Qwen3_5GatedDeltaNet, Qwen3NextGatedDeltaNet
+from .hub_norm import RMSNorm, RMSNormZeroCentered
 from .swiglu import SwiGLUGateUp, SwiGLUGateUpLayout, SwiGLUMLP
 
 __all__ = [
@@ -26,6 +27,8 @@ __all__ = [
     "OlmoHybridGatedDeltaNet",
     "Qwen3NextGatedDeltaNet",
     "Qwen3_5GatedDeltaNet",
+    "RMSNorm",
+    "RMSNormZeroCentered",
     "SwiGLUGateUp",
     "SwiGLUGateUpLayout",
     "SwiGLUMLP",

@@ -20,6 +20,8 @@ NAMES = {
     "Qwen3_5GatedDeltaNet": "Qwen3_5GatedDeltaNet",
     "Qwen3NextGatedDeltaNet": "Qwen3NextGatedDeltaNet",
     "OlmoHybridGatedDeltaNet": "OlmoHybridGatedDeltaNet",
+    "RMSNorm": "RMSNorm",
+    "RMSNormZeroCentered": "RMSNormZeroCentered",
     "RMSNormGated": "FusedRMSNormGated",
     "chunk_gated_delta_rule": "chunk_gated_delta_rule",
     "fused_recurrent_gated_delta_rule": "recurrent_gated_delta_rule",
@@ -77,9 +79,10 @@ def layer_mapping(
         version, revision: of the Hub repository; one of them. With LOCAL_KERNELS and no network,
             only revision works (kernels 0.17.2).
         names: the names to map: "SwiGLUMLP", "SwiGLUGateUp", "Qwen3_5GatedDeltaNet",
-            "Qwen3NextGatedDeltaNet", "OlmoHybridGatedDeltaNet", "RMSNormGated",
-            "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "chunk_kda",
-            "fused_recurrent_kda", "causal_conv1d_fn", "causal_conv1d_update"; all by default.
+            "Qwen3NextGatedDeltaNet", "OlmoHybridGatedDeltaNet", "RMSNorm", "RMSNormZeroCentered",
+            "RMSNormGated", "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule",
+            "chunk_kda", "fused_recurrent_kda", "causal_conv1d_fn", "causal_conv1d_update"; all by
+            default.
         devices: the device types to map, of those that `kernels` knows: "cpu", "cuda", "mps",
             "neuron", "npu", "rocm", "tpu", "xpu".
         trust_remote_code: for a Hub repository whose publisher is not a trusted one: True, or a
@@ -100,7 +103,7 @@ def layer_mapping(
         (['SwiGLUMLP', 'RMSNormGated'], 1)
         >>> mapping = layer_mapping("org/fused-swiglu-gdn", version=1)  # nothing is fetched yet
         >>> len(mapping)
-        12
+        14
     """
     for word, words, known in (("names", names, NAMES), ("devices", devices, DEVICES)):
         if words is not None or word == "devices":
@@ -237,4 +240,6 @@ def _is_served(module: nn.Module) -> bool:
 
 def _is_named(finding: Optional[Finding]) -> bool:
     """True if the module is replaced by a layer that `kernels` can look up."""
-    return finding is not None and finding.reason is None and finding.layer in NAMES
+    if finding is None or finding.reason is not None:
+        return False
+    return finding.layer in NAMES and finding.kind != "norm"  # transformers names its norms itself
