@@ -19,8 +19,9 @@ from .latent_kernels import _absorb_kernel, _attend_kernel, _combine_kernel, _fi
 from .latent_rope import prepare_latent_norm_rope  # noqa: F401
 
 MAX_TOKENS, MAX_LATENT, MAX_ROTARY, MAX_PARTS = 8, 512, 128, 128
-# channels of a program: of absorb, combine, and finish for tokens one by one or several at a time
-ABSORBED, COMBINED, FINISHED = 64, 128, (16, 32)
+ABSORBED, COMBINED = 64, 128  # channels of a program
+# of finish, by the tokens of a program: channels of a program, latent channels at a time, warps
+FINISHED = {1: (16, 512, 8), 16: (32, 128, 4)}
 
 
 class Form(NamedTuple):
@@ -123,7 +124,7 @@ class _Launches:
         M, sizes = B * T, {"H": H, "N": N, "V": V, "C": C, "PDL": self.pdl}
         BLOCK_M, BLOCK_C = min(64, max(16, next_power_of_2(M))), min(ABSORBED, C)
         few = 1 if M <= 4 else 16  # tokens that share what is read of the weight in `finish`
-        finished = FINISHED[few > 1]
+        finished, at_once, warps = FINISHED[few]
         self.absorb = self._launch(
             _absorb_kernel, -(-M // BLOCK_M) * H * (C // BLOCK_C + 1), (M, _token_step(q)), **sizes,
             R=R,
@@ -131,8 +132,7 @@ class _Launches:
         )  # fmt: skip
         self.finish = self._launch(
             _finish_kernel, -(-M // few) * H * -(-V // finished), (M,), **sizes, BLOCK_M=few,
-            BLOCK_V=finished, BLOCK_C=C if few == 1 else min(128, C),
-            num_warps=8 if few == 1 else 4,
+            BLOCK_V=finished, BLOCK_C=min(at_once, C), num_warps=warps,
         )  # fmt: skip
         self.made: dict = {}  # by the parts' constexpr and the kinds of what varies
 
