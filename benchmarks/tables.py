@@ -171,6 +171,16 @@ def by_way(record: dict, key: str, head: str, form, title: Callable[[str], str])
     return table([head, *map(title, ways)], rows) if rows else ""
 
 
+def of_peaks(record: dict) -> str:
+    head = "memory of a token at its peak, MiB"
+    return by_way(record, "peak_mib", head, "{:.0f}", lambda name: title_of(name, record))
+
+
+def of_differences(record: dict) -> str:
+    head = "logits' relative difference from transformers'"
+    return by_way(record, "difference", head, "{:.3f}", lambda name: title_of(name, record))
+
+
 def of_launches(record: dict) -> str:
     shown = {"before": "transformers with FLA", "after": "ours"}
     rows = [{**row, "what": row["what"].replace(":", ",")} for row in record["rows"]]

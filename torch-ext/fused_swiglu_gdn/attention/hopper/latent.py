@@ -23,8 +23,8 @@ from ..portable import latent
 from ..portable.latent import Form, takes
 
 LOG2E = gl.constexpr(1.4426950408889634)
-# by the most rows of queries: rows of a program, warps, whether P enters the product unrounded
-FORMS = ((16, 16, 4, True), (32, 32, 8, True), (None, 64, 8, False))
+# by the most rows of queries: rows of a program, warps
+FORMS = ((16, 16, 4), (32, 32, 8), (None, 64, 8))
 
 
 @gluon.jit
@@ -66,12 +66,11 @@ def _ring_kernel(
     C: gl.constexpr,
     R: gl.constexpr,
     BLOCK_R: gl.constexpr,
-    EXACT: gl.constexpr,
     W: gl.constexpr,
 ):
     """BLOCK_R rows of queries over one part of the slots, with online softmax.
 
-    EXACT: P enters the second product as a high and a low half. The first block is copied before
+    P enters the second product rounded, as SDPA has it. The first block is copied before
     the queries are there: the launch before this one is that of _absorb_kernel, which has waited
     for all older ones and writes no latents.
     """
@@ -91,7 +90,7 @@ def _ring_kernel(
     rs = gl.allocate_shared_memory(DT, [2, 64, R], r_shared)
     qs = gl.allocate_shared_memory(DT, [BLOCK_R, C], q_shared)
     qr = gl.allocate_shared_memory(DT, [BLOCK_R, R], qr_shared)
-    ps = gl.allocate_shared_memory(DT, [1 + EXACT, 64, BLOCK_R], p_shared)
+    ps = gl.allocate_shared_memory(DT, [64, BLOCK_R], p_shared)
     pid = gl.program_id(0)
     split = (pid // TILES) % SPLITS
     first = (pid % TILES) * BLOCK_R
@@ -150,17 +149,12 @@ def _ring_kernel(
         base = gl.where(new == float("-inf"), 0.0, new)
         p = gl.exp2(s - base[None, :])
         shrink = gl.exp2(top - base)
-        high = p.to(DT)
-        ps.index(0).store(high)
-        if EXACT:
-            ps.index(1).store((p - high.to(gl.float32)).to(DT))
+        ps.store(p.to(DT))
         fence_async_shared()
         total = total * shrink + gl.sum(p, 0)
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(0, al))[None, :]
         turned = cs.index(buffer).permute((1, 0))
-        acc = warpgroup_mma(turned, ps.index(0), acc, is_async=True)
-        if EXACT:
-            acc = warpgroup_mma(turned, ps.index(1), acc, is_async=True)
+        acc = warpgroup_mma(turned, ps, acc, is_async=True)
         acc = warpgroup_mma_wait(0, (acc,))
         top = new
     async_copy.wait_group(0)
@@ -177,8 +171,8 @@ def _ring_kernel(
 
 def form_of(call: LatentAttention) -> Form:
     rows = call.q.shape[1] * call.q.shape[2]
-    _, block_r, warps, exact = next(f for f in FORMS if f[0] is None or rows <= f[0])
-    return Form(_ring_kernel, block_r, 64, {"EXACT": exact, "W": warps, "num_warps": warps})
+    _, block_r, warps = next(f for f in FORMS if f[0] is None or rows <= f[0])
+    return Form(_ring_kernel, block_r, 64, {"W": warps, "num_warps": warps})
 
 
 def prepare_latent_attention(call: LatentAttention) -> Optional[Callable]:

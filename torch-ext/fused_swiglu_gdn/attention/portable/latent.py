@@ -58,6 +58,7 @@ def form_of(call: LatentAttention) -> Form:
     config = tuning.lookup("portable_latent_attention", where, C=C)
     rows = call.q.shape[1] * call.q.shape[2]
     block_r, warps = (16, 4) if rows <= 16 else (config["BLOCK_R"], config["num_warps"])
+    warps = min(warps, 4) if device.is_amd(where) else warps  # whose registers 8 would not hold
     values = {"BLOCK_N": config["BLOCK_N"], "STAGES": config["num_stages"], "num_warps": warps,
               "PDL": device.overlaps_launches(where)}  # fmt: skip
     return Form(_attend_kernel, block_r, config["BLOCK_N"], values)
