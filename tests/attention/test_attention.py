@@ -231,7 +231,7 @@ BAD = [
     (rotary, {"cos": ones(3, 3, 8), "sin": ones(3, 3, 8)}, ValueError, ["cos", "2", "or 1", "3"]),
     (rotary, {"cos": ones(1, 3, 7), "sin": ones(1, 3, 7)}, ValueError, ["cos", "even", "16", "7"]),
     (rotary, {"cos": ones(1, 3, 18), "sin": ones(1, 3, 18)}, ValueError, ["cos", "16", "18"]),
-    (rotary, {"interleaved": 1}, TypeError, ["interleaved", "bool", "1"]),
+    (rotary, {"interleaved": "yes"}, TypeError, ["interleaved", "True or False", "str"]),
     (rotary, {"interleaved": True, "cos": ones(1, 3, 9), "sin": ones(1, 3, 9)}, ValueError,
      ["cos", "8 pairs", "R / 2", "9"]),
     (rotary, {"interleaved": True, "cos": ones(1, 3, 4, 3), "sin": ones(1, 3, 4, 3)}, ValueError,

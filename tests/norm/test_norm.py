@@ -442,7 +442,7 @@ WRONG = [
     ({"weight": torch.ones(7)}, ValueError, r"weight must have shape \[D\] = \[8\], got \[7\]"),
     ({"residual": torch.ones(2, 8)}, ValueError, "residual must have the shape of x"),
     ({"casting_mode": "none"}, ValueError, "casting_mode must be one of 'llama', 'gemma'"),
-    ({"after": 1}, TypeError, "after must be a bool, got 1"),
+    ({"after": "yes"}, TypeError, "after must be True or False, got str"),
     ({"after": True}, ValueError, "residual must be given with after=True, got None"),
     ({"offset": 1.0}, ValueError, 'offset must be 0 with casting_mode "llama", got 1.0'),
 ]

@@ -8,6 +8,7 @@ from ..runtime.checks import (
     FLOATING,
     INDICES,
     agrees,
+    are_flags,
     between,
     has_dtype,
     has_form,
@@ -21,6 +22,7 @@ from ..runtime.checks import (
     is_tensor,
     readable,
     same_device,
+    share_heads,
 )
 from .call import (
     KvCacheAttention,
@@ -130,8 +132,7 @@ def fused_qk_norm_rope(call: QkNormRope) -> QkNormRope:
     is_one_of("casting_mode", casting_mode, CASTING_MODES)
     is_number("offset", offset)
     is_one_of("norm", norm, NORMS)
-    if not isinstance(interleaved, bool):
-        raise TypeError(f"interleaved must be a bool, got {interleaved!r}")
+    are_flags(interleaved=interleaved)
     _tables(cos, sin, interleaved, q, sizes)
     for name, weight, heads in (("q_weight", q_weight, "HQ"), ("k_weight", k_weight, "HK")):
         if weight is None:
@@ -152,7 +153,8 @@ def fused_qk_norm_rope(call: QkNormRope) -> QkNormRope:
                     "in place: call under torch.no_grad()"
                 )
     _holds_cache_position(cache_position, k, key_cache)
-    return QkNormRope(*tensors, QkOptions(float(eps), float(offset), norm == "all", interleaved))
+    flags = norm == "all", bool(interleaved)
+    return QkNormRope(*tensors, QkOptions(float(eps), float(offset), *flags))
 
 
 def _holds_cache_position(cache_position, k, key_cache) -> None:
@@ -218,9 +220,7 @@ def attention_with_kvcache(call: KvCacheAttention) -> KvCacheAttention:
     is_floating("q", q)
     agrees("k_cache", k_cache, "q", q)
     agrees("v_cache", v_cache, "q", q)
-    HQ, HK = sizes["HQ"], sizes["HK"]
-    if HK == 0 or HQ % HK:
-        raise ValueError(f"q must have a multiple of the {HK} heads of k_cache, got {HQ}")
+    share_heads("q", sizes["HQ"], "k_cache", sizes["HK"])
     _over_slots(q, "k_cache", cache_seqlens, attention_mask, "N 1 1 S", softmax_scale, sizes)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     return KvCacheAttention(*tensors_in(call), KvOptions(scale))

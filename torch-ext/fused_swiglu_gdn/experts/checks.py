@@ -1,7 +1,5 @@
 """Checks of the routed experts and of top-k routing."""
 
-import torch
-
 from ..runtime.activations import OF_EXPERTS, SAME
 from ..runtime.call import tensors_in
 from ..runtime.checks import (
@@ -11,6 +9,7 @@ from ..runtime.checks import (
     has_dtype,
     has_form,
     has_shape,
+    is_eager,
     is_floating,
     is_floating_dtype,
     is_int,
@@ -60,8 +59,7 @@ def fused_experts(call: Experts) -> Experts:
     if limit is not None:
         is_number("limit", limit, "positive", " or None")
     keeps = needs_grad(tensors_in(call))
-    if keeps and main_grad and torch.compiler.is_compiling():
-        raise NotImplementedError("main_grad=True is for eager mode, not torch.compile")
+    is_eager(keeps and main_grad)
     limit, activation = None if limit is None else float(limit), SAME.get(activation, activation)
     flags = (keeps, bool(recompute), bool(main_grad), bool(interleaved))
     return Experts(*tensors_in(call), ExpertsOptions(activation, limit, *flags))

@@ -8,8 +8,8 @@ import torch
 from ..runtime.checks import (
     INDICES,
     agrees,
+    are_accepted,
     are_flags,
-    between,
     has_form,
     has_memory,
     has_shape,
@@ -20,11 +20,14 @@ from ..runtime.checks import (
     is_int,
     is_null_index,
     is_number,
+    is_packed,
     is_tensor,
     is_written,
+    longest,
     may_be_written,
     names_rows,
     readable,
+    share_heads,
 )
 from ..runtime.ops import needs_grad
 from .call import GdnCall, GdnOptions, RecurrentCall, RecurrentOptions
@@ -83,9 +86,7 @@ def rule_flags(options, use_gate) -> None:
 
 
 def _heads(sizes) -> None:
-    H, HV = sizes["H"], sizes["HV"]
-    if H < 1 or HV % H != 0:
-        raise ValueError(f"v must have a multiple of the {H} heads of q and k, got {HV} heads")
+    share_heads("v", sizes["HV"], "q and k", sizes["H"])
     for name, dim in (("q and k", "K"), ("v", "V")):
         if not 1 <= sizes[dim] <= MAX_HEAD_DIM:
             raise ValueError(
@@ -121,11 +122,7 @@ def _sequences(call, sizes) -> None:
     sizes["N"] = sizes["B"]
     if call.cu_seqlens is None:
         return
-    is_cu_seqlens("cu_seqlens", call.cu_seqlens, "q", call.q)
-    if sizes["B"] != 1:
-        raise ValueError(
-            f"q must have shape [1, T, H, K] when cu_seqlens is given, got batch {sizes['B']}"
-        )
+    is_packed(call.cu_seqlens, "q", call.q, "T, H, K")
     sizes["N"] = call.N
 
 
@@ -291,18 +288,13 @@ def _accepted(call) -> None:
         )
     if not call.options.inplace:
         raise ValueError("inplace_final_state must be True when num_accepted_tokens is given")
-    columns, longest = rows.shape[1], call.T if call.cu_seqlens is None else 0
-    if readable(call.cu_seqlens):
-        longest = max(call.cu_seqlens.diff().tolist(), default=0)
-    if columns < max(longest, 1):
+    columns, tokens = rows.shape[1], longest(call.cu_seqlens, call.T)
+    if columns < max(tokens, 1):
         raise ValueError(
-            f"state_indices must have a column for each token of a sequence, {longest}, "
+            f"state_indices must have a column for each token of a sequence, {tokens}, "
             f"got {columns}"
         )
-    if readable(counts) and not all(1 <= count <= columns for count in counts.tolist()):
-        raise ValueError(
-            f"num_accepted_tokens must be {between(1, columns)}, got {counts.tolist()}"
-        )
+    are_accepted(counts, columns)
 
 
 def aiter_options(

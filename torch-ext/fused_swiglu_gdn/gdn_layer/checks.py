@@ -4,22 +4,22 @@ from ..gdn.chunks import count_sequences
 from ..runtime.activations import OF_CONVOLUTION, OF_GATED_NORM, SAME
 from ..runtime.checks import (
     INDICES,
+    are_accepted,
     are_flags,
-    between,
     has_form,
     has_last,
     has_memory,
     has_shape,
     has_shape_of,
     holds_cu_seqlens,
-    is_cu_seqlens,
     is_floating,
     is_null_index,
     is_number,
     is_one_of,
+    is_packed,
     is_written,
+    longest,
     names_rows,
-    readable,
     same_device,
 )
 from .call import (
@@ -44,14 +44,6 @@ def _conv(x, weight, bias, activation, sizes) -> None:
     is_one_of("activation", activation, OF_CONVOLUTION)
 
 
-def _is_packed(x, cu_seqlens) -> None:
-    is_cu_seqlens("cu_seqlens", cu_seqlens, "x", x)
-    if x.shape[0] != 1:
-        raise ValueError(
-            f"x must have shape [1, D, T] when cu_seqlens is given, got batch {x.shape[0]}"
-        )
-
-
 def causal_conv1d_fn(call: Convolution) -> Convolution:
     *tensors, (activation, return_final_states) = call
     x, weight, bias, seq_idx, cu_seqlens, initial_states = tensors
@@ -69,7 +61,7 @@ def causal_conv1d_fn(call: Convolution) -> Convolution:
             )
         has_form("seq_idx", seq_idx, "B T", sizes, "x", x, INDICES)
     if cu_seqlens is not None:
-        _is_packed(x, cu_seqlens)
+        is_packed(cu_seqlens, "x", x, "D, T")
         sizes["N"] = count_sequences(sizes["B"], cu_seqlens)
     if initial_states is not None:
         has_form("initial_states", initial_states, "N D W-1", sizes, "x", x)
@@ -86,7 +78,7 @@ def causal_conv1d_update(call: ConvolutionUpdate) -> ConvolutionUpdate:
     has_shape("x", x, "B D T", sizes)
     _conv(x, weight, bias, activation, sizes)
     if cu_seqlens is not None:
-        _is_packed(x, cu_seqlens)
+        is_packed(cu_seqlens, "x", x, "D, T")
     sizes["N"] = count_sequences(sizes["B"], cu_seqlens)
     has_form("conv_state", conv_state, "N D S" if indices is None else "P D S", sizes, "x", x)
     for name, y in (("conv_state_indices", indices), ("num_accepted_tokens", accepted)):
@@ -112,17 +104,13 @@ def causal_conv1d_update(call: ConvolutionUpdate) -> ConvolutionUpdate:
 def _fits_drafts(x, columns, taps, accepted, cu_seqlens) -> None:
     """Checks that a state has a column for each token and for all but one of the inputs before
     them."""
-    longest = 0 if cu_seqlens is not None else x.shape[2]
-    if readable(cu_seqlens):
-        longest = max(cu_seqlens.diff().tolist(), default=0)
-    if columns < taps - 2 + longest:
+    tokens = longest(cu_seqlens, x.shape[2])
+    if columns < taps - 2 + tokens:
         raise ValueError(
-            f"conv_state must hold {taps - 2 + longest} columns for {longest} tokens whose number "
+            f"conv_state must hold {taps - 2 + tokens} columns for {tokens} tokens whose number "
             f"may change, got {columns}"
         )
-    most = columns - taps + 2
-    if readable(accepted) and not all(1 <= count <= most for count in accepted.tolist()):
-        raise ValueError(f"num_accepted_tokens must be {between(1, most)}, got {accepted.tolist()}")
+    are_accepted(accepted, columns - taps + 2)
 
 
 def rms_norm_gated(call: GatedNorm) -> GatedNorm:

@@ -2,6 +2,7 @@
 
 from ..runtime.checks import (
     agrees,
+    are_flags,
     has_form,
     has_last,
     has_shape_of,
@@ -29,9 +30,8 @@ def rms_norm(call: RmsNorm) -> RmsNorm:
     is_number("offset", offset, "non-negative")
     if offset and casting_mode == "llama":
         raise ValueError(f'offset must be 0 with casting_mode "llama", got {offset}')
-    if not isinstance(after, bool):
-        raise TypeError(f"after must be a bool, got {after!r}")
+    are_flags(after=after)
     if after and residual is None:
         raise ValueError("residual must be given with after=True, got None")
-    options = RmsNormOptions(float(eps), casting_mode, float(offset), after, needs_grad(call))
+    options = RmsNormOptions(float(eps), casting_mode, float(offset), bool(after), needs_grad(call))
     return RmsNorm(x, weight, residual, options)

@@ -160,6 +160,43 @@ def is_cu_seqlens(name: str, cu_seqlens: object, first: str, y: torch.Tensor) ->
     same_device(name, cu_seqlens, first, y)
 
 
+def is_packed(cu_seqlens: object, first: str, y: torch.Tensor, dims: str) -> None:
+    """Checks the form of cumulative lengths of sequences packed into a batch y of one, whose shape
+    is [1, dims]."""
+    is_cu_seqlens("cu_seqlens", cu_seqlens, first, y)
+    if y.shape[0] != 1:
+        raise ValueError(
+            f"{first} must have shape [1, {dims}] when cu_seqlens is given, got batch {y.shape[0]}"
+        )
+
+
+def longest(cu_seqlens: Optional[torch.Tensor], T: int) -> int:
+    """The most tokens of a sequence; 0 where the host does not know."""
+    if cu_seqlens is None:
+        return T
+    return max(cu_seqlens.diff().tolist(), default=0) if readable(cu_seqlens) else 0
+
+
+def are_accepted(counts: torch.Tensor, most: int) -> None:
+    """Checks numbers of accepted tokens, from 1 to the places that a state has for them."""
+    if readable(counts) and not all(1 <= count <= most for count in counts.tolist()):
+        raise ValueError(f"num_accepted_tokens must be {between(1, most)}, got {counts.tolist()}")
+
+
+def share_heads(name: str, heads: int, first: str, shared: int) -> None:
+    """Checks that each of `shared` heads is for as many of `heads`."""
+    if shared < 1 or heads % shared:
+        raise ValueError(
+            f"{name} must have a multiple of the {shared} heads of {first}, got {heads} heads"
+        )
+
+
+def is_eager(main_grad: object) -> None:
+    """Checks that torch.compile traces no call with main_grad."""
+    if main_grad and torch.compiler.is_compiling():
+        raise NotImplementedError("main_grad=True is for eager mode, not torch.compile")
+
+
 def readable(x: Optional[torch.Tensor]) -> bool:
     """True if values of x may be read: on the CPU only.
 

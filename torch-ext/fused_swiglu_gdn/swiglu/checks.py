@@ -10,6 +10,7 @@ from ..runtime.checks import (
     has_last,
     has_shape,
     has_shape_of,
+    is_eager,
     is_floating,
     is_floating_dtype,
     is_int,
@@ -66,8 +67,7 @@ def silu_mul(call: SiluMul) -> SiluMul:
 
 def _training_modes(recompute: bool, main_grad: bool) -> tuple:
     are_flags(recompute=recompute, main_grad=main_grad)
-    if main_grad and torch.compiler.is_compiling():
-        raise NotImplementedError("main_grad=True is for eager mode, not torch.compile")
+    is_eager(main_grad)
     return bool(recompute), bool(main_grad)
 
 
