@@ -36,6 +36,7 @@ PEERS = {  # name in a record -> name on the page, and the package whose version
     "modeling": ("transformers' own functions", "transformers"),
     "sdpa": ("SDPA", None),
     "sdpa, without cuDNN": ("SDPA without cuDNN", None),
+    "skip_lora": ('ours, skip=["lora"]', None),
     "sonicmoe": ("SonicMoE", "sonic-moe"),
     "transformers": ("transformers with FLA", "fla-core"),
     "transformers_fp8": ("cuBLAS within transformers", "transformers"),

@@ -66,6 +66,20 @@ def of_losses(record: dict) -> str:
     return table(head, rows)
 
 
+def of_launches_of_steps(record: dict) -> str:
+    """Launches, the GPU's own time and the peak memory of a step."""
+    ways = names(row["launches"] for row in record["rows"])
+    head = [""]
+    for said in ("launches", "GPU busy, ms", "peak GiB"):
+        head += [f"{title_of(way, record)}, {said}" for way in ways]
+    rows = []
+    for row in record["rows"]:
+        busy, peaks = row["busy_us"], row["peak_mib"]
+        found = cells(row["launches"], ways, "{}") + cells(busy, ways, ms)
+        rows.append([row["what"], *found, *(f"{peaks[way] / 1024:.1f}" for way in ways)])
+    return table(head, rows)
+
+
 def of_errors(record: dict) -> str:
     """Ours as it serves: the first of OURS that is there; beside it the peers."""
     found = list(errors(record))
