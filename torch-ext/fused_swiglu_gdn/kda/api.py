@@ -59,7 +59,8 @@ def chunk_kda(
         g: [B, T, HV, K], the natural logarithm of the decay of each channel, at most 0; or the raw
             input of the gate, see use_gate_in_kernel. Any floating dtype; fp32 is advised.
         beta: [B, T, HV], the write strength, any floating dtype.
-        scale: factor of the outputs, K ** -0.5 by default.
+        scale: factor of the outputs, K ** -0.5 by default. In fp16 kernels take 2^-10 to 2^5, plain
+            torch any other.
         initial_state: [N, HV, K, V], any floating dtype, or None for zeros; with state_indices the
             pool [P, HV, K, V].
         output_final_state: whether to return the state after the last token.
