@@ -32,6 +32,7 @@ APART = 1e-5  # of scores for the choice: between closer ones either may be chos
 MOST = 4096  # experts
 LEAST_ROWS = 20  # tokens of which the choice is certain
 ANOTHER_PRODUCT = "its logits are another product than x @ weight.T"
+IN_GROUPS = "it chooses groups of experts first, and fused_topk chooses among all experts"
 ANOTHER_CHOICE = "its weights or experts are not those of fused_topk"
 ANOTHER_RESULT = "it does not return logits, weights and experts"
 
@@ -114,7 +115,9 @@ def find_choice(module: nn.Module, kind: type, source: Source, values: dict) -> 
                 reasons.append(str(why))
                 if reasons[-1] in (ANOTHER_PRODUCT, ANOTHER_CHOICE):
                     break
-    raise Refused(ANOTHER_CHOICE if ANOTHER_CHOICE in reasons else reasons[0])
+    reason = ANOTHER_CHOICE if ANOTHER_CHOICE in reasons else reasons[0]
+    grouped = any("group" in n and type(v) is int and v > 1 for n, v in values.items())
+    raise Refused(IN_GROUPS if grouped and reason == ANOTHER_CHOICE else reason)
 
 
 def _tried(module, kind, source, facts: tuple, weights: dict, dims, scales) -> Choice:
