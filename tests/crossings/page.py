@@ -123,9 +123,10 @@ A number in brackets is a note at the end of the page: an error, or what a pair 
 """
 
 
-FUNCTIONS = """Results, gradients and what is written in place are compared with the same call in
-fp64 on the CPU. The function is named before a comma, the way in which it is called behind it
-(`tests/problems.py`)."""
+FUNCTIONS = """Kernels have no second derivatives: they refuse to be differentiated twice, and the
+torch form of a function gives them. Results, gradients and what is written in place are compared
+with the same call in fp64 on the CPU. The function is named before a comma, the way in which it is
+called behind it (`tests/problems.py`)."""
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from uses_functions import FUNCTION_USES, outcome_of
 
 # pairs, or uses of every subject, that give another outcome yet
 OWNED: dict = {
-    "Kimi Linear: LoRA with dropout: a step of training": "another order of random numbers",
+    "Kimi Linear: LoRA with dropout: a step of training": "adapters are called in another order",
 }
 
 

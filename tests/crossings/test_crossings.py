@@ -2,17 +2,17 @@
 refusal. A commit runs a share of the pairs, another the next; `--all-pairs` runs all."""
 
 import functools
-import itertools
 import subprocess
 
 import page
 import pytest
 from conftest import DEVICES, ROOT
-from interpreter import compiled
-from pairs import OWNED, Pair, function_pairs, outcome, pairs, why_not_here
+from interpreter import compiled, interpreted, test_in_the_interpreter  # noqa: F401
+from pairs import FUNCTION_USES, OWNED, Pair, function_pairs, outcome, pairs, why_not_here
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), compiled]
-SHARES, SLOW_SHARES = 11, 83  # of pairs, and of those that take seconds; primes
+pytestmark = pytest.mark.filterwarnings("ignore")
+# of pairs, of those that take seconds, and of functions in Triton's interpreter; primes
+SHARES, SLOW_SHARES, INTERPRETED = 11, 83, 61
 
 
 @functools.cache
@@ -23,23 +23,29 @@ def share() -> int:
     return int(done.stdout or 0)
 
 
+def some(everything: list, count: int) -> list:
+    """One of `count`, another one for the next commit."""
+    return everything[share() % count :: count]
+
+
 def chosen() -> list:
     """The pairs of this commit's share."""
     everything = [*pairs(), *function_pairs()]
     quick = [pair for pair in everything if not pair.slow]
     slow = [pair for pair in everything if pair.slow]
-    return [
-        pair
-        for some, count in ((quick, SHARES), (slow, SLOW_SHARES))
-        for pair in itertools.islice(some, share() % count, None, count)
-    ]
+    return some(quick, SHARES) + some(slow, SLOW_SHARES)
+
+
+def by_kernels() -> list:
+    uses = {name: use for name, use in FUNCTION_USES.items() if use.interpreted and not use.slow}
+    return some([pair for pair in function_pairs() if pair.use in uses], INTERPRETED)
 
 
 def pytest_generate_tests(metafunc):
     if "pair" in metafunc.fixturenames:
         everything = metafunc.config.getoption("--all-pairs", default=False)
-        some = [*pairs(), *function_pairs()] if everything else chosen()
-        metafunc.parametrize("pair", [marked(pair) for pair in some], ids=str)
+        found = [*pairs(), *function_pairs()] if everything else chosen()
+        metafunc.parametrize("pair", [marked(pair) for pair in found], ids=str)
         metafunc.parametrize("device", DEVICES)
 
 
@@ -49,6 +55,7 @@ def marked(pair: Pair):
     return pytest.param(pair, marks=marks)
 
 
+@compiled
 def test_a_pair(pair, device, tmp_path):
     why = why_not_here(pair, device)
     if why:
@@ -57,6 +64,16 @@ def test_a_pair(pair, device, tmp_path):
     assert page.may_be(found, expected, device), f"{pair}: {found}; the page says: {expected}"
 
 
+@interpreted
+@pytest.mark.parametrize("function", by_kernels(), ids=str)
+def test_a_function_by_kernels(function, by_portable, tmp_path):
+    found = outcome(function, "cpu", tmp_path)
+    if "not compiled with CUDA" in found:
+        pytest.skip("its launch asks a GPU for its size")
+    assert page.may_be(found, page.expected(function), "cuda"), f"{function}: {found}"
+
+
+@compiled
 def test_the_page():
     """docs/crossings.md is what tests/crossings/page.py makes of outcomes.json."""
     assert (ROOT / "docs" / "crossings.md").read_text() == page.text()

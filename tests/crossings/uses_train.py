@@ -147,7 +147,7 @@ def retained(s):
     return {"gradient": gradients_of(model)}
 
 
-@use("second derivatives")
+@use("second derivatives", refused="second derivative")
 def second(s):
     model = s.served().train()
     model.set_attn_implementation("eager")

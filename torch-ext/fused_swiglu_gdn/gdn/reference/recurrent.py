@@ -8,6 +8,7 @@ Sizes as in common.py.
 import torch
 
 from ...runtime.dtypes import at_least_fp32
+from ...runtime.ops import transformed
 from ..call import RecurrentCall
 from .common import Inputs, negative, no_tokens, run, stacked, without_autocast, write_pool
 
@@ -48,7 +49,9 @@ def _by_steps_in_place(x: Inputs, S: torch.Tensor):
 def _recurrent(x: Inputs, S: torch.Tensor, all_states: bool, overwrite: bool):
     """S [B, H, R, K, V] -> o [B, H, R, T, V], and S or every S [B, T, H, R, K, V]."""
     if S.device.type == "cpu" and not all_states and not torch.is_grad_enabled():
-        return _by_steps_in_place(x, S if overwrite else S.clone())
+        # torch.func.vmap has no way to write a state of all samples in place
+        if torch.compiler.is_compiling() or not transformed():
+            return _by_steps_in_place(x, S if overwrite else S.clone())
     decay = _decays(x)
     o, states = [], []
     for t in range(x.v.shape[3]):
