@@ -54,7 +54,7 @@ def test_a_wrong_kernel_in_fp8_is_seen(as_run, monkeypatch):
     with force("reference"):
         found = model_table.in_fp8("phi3")
         assert found and set(found) == {None}
-        for name in ("few_mlp_fwd", "few_fwd", "multiply_fwd"):
+        for name in ("mlp_fwd", "products_fwd"):
             right = getattr(reference, name)
             monkeypatch.setattr(reference, name, lambda *a, right=right: _half(right(*a)))
         with pytest.raises(sweep_models.Wrong, match="in FP8: logits"):
