@@ -1,9 +1,15 @@
 """Kernels on the CPU, in Triton's interpreter: a pytest session of its own, because Triton reads
 the setting when it is imported. A test file imports `test_in_the_interpreter`, and marks tests
-`@interpreted` or, where they run on a GPU as well, `@both_ways`."""
+`@interpreted` or, where they run on a GPU as well, `@both_ways`.
+
+    python tests/interpreter.py [test_norm.py ..]   # runs these files, or all; writes INTERPRETED
+
+INTERPRETED lists the kernels that each file launches: a session fails where it launches fewer, and
+tests/repository/test_house.py where a portable kernel is in no list."""
 
 import dataclasses
 import inspect
+import json
 import math
 import multiprocessing
 import os
@@ -35,29 +41,54 @@ _server.set_forkserver_preload(
 )
 
 
+TESTS = Path(__file__).resolve().parent
+INTERPRETED = TESTS / "interpreted.json"
+
+
 @compiled
 def test_in_the_interpreter(request) -> None:
     """The tests of the file that imports this one once more, under the interpreter."""
     if tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 4):
         pytest.skip(f"Triton 3.6's interpreter needs numpy below 2.4, got {numpy.__version__}")
+    launched = launched_by(request.path)
+    listed = json.loads(INTERPRETED.read_text()).get(request.path.name, [])
+    gone = sorted(set(listed) - set(launched))
+    assert not gone, f"no longer launched: {gone}; run python tests/interpreter.py"
+
+
+def launched_by(path: Path) -> list:
+    """Runs a file under the interpreter; returns the kernels of the package that it launched."""
     with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder, "log")
+        log, found = Path(folder, "log"), Path(folder, "launched.json")
         with pytest.MonkeyPatch.context() as patch:  # the server starts at the first call
             patch.setenv("TRITON_INTERPRET", "1")
             patch.setenv("CUDA_VISIBLE_DEVICES", "")
-            process = _server.Process(target=_session, args=(str(request.path), str(log)))
+            process = _server.Process(target=_session, args=(str(path), str(log), str(found)))
             process.start()
         process.join()
         text = log.read_text()
-    assert process.exitcode == 0, text[-6000:]
-    assert " passed" in text, text
+        assert process.exitcode == 0, text[-6000:]
+        assert " passed" in text, text
+        return json.loads(found.read_text())
 
 
-def _session(path: str, log: str) -> None:
+def _session(path: str, log: str, found: str) -> None:
+    from triton.runtime.interpreter import GridExecutor
+
     with open(log, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    sys.exit(int(pytest.main(["-o", "addopts=", path])))
+    launched, launch = set(), GridExecutor.__call__
+
+    def launch_and_record(self, *args, **kwargs):
+        module = self.fn.__module__.partition(".")[2]
+        launched.add(f"{module}.{self.fn.__name__}")
+        return launch(self, *args, **kwargs)
+
+    GridExecutor.__call__ = launch_and_record
+    code = int(pytest.main(["-o", "addopts=", path]))
+    Path(found).write_text(json.dumps(sorted(launched)))
+    sys.exit(code)
 
 
 def _hasten() -> None:
@@ -209,3 +240,22 @@ def _mend() -> None:
 if INTERPRETING:
     _hasten()
     _mend()
+
+
+def main() -> None:
+    """Runs the files that are named, or all, and writes what each launched."""
+    files = sorted(path for path in TESTS.glob("*/test_*.py") if SESSION in path.read_text())
+    named, found = sys.argv[1:], {}
+    if named and INTERPRETED.exists():
+        found = json.loads(INTERPRETED.read_text())
+        files = [path for path in files if path.name in named]
+    for path in files:
+        found[path.name] = launched_by(path)
+        print(path.name, len(found[path.name]), flush=True)
+        INTERPRETED.write_text(json.dumps(dict(sorted(found.items())), indent=1) + "\n")
+
+
+SESSION = test_in_the_interpreter.__name__
+
+if __name__ == "__main__":
+    main()

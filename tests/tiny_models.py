@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import inspect
 
 import pytest
 import torch
@@ -133,6 +134,14 @@ def config_of(name: str, **changes):
         )
     except ValueError:
         pytest.skip(f"this transformers has no {name}")
+
+
+def cache_name() -> str:
+    """The argument of models and layers that takes a cache; release 5.24 renamed it."""
+    import transformers
+
+    parameters = inspect.signature(transformers.LlamaForCausalLM.forward).parameters
+    return "cache" if "cache" in parameters else "past_key_values"
 
 
 def random_model(name: str, device="cpu", **changes):

@@ -216,7 +216,7 @@ PARTED = {"num_key_value_heads": 2, "vocab_size": 98}  # sizes that two processe
 def tensor_parallel(model):
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    return apply_tensor_parallelism(model, mesh())
+    return apply_tensor_parallelism(model, mesh(), model.tp_plan)
 
 
 def fsdp_lora(model):

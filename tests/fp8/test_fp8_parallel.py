@@ -24,7 +24,7 @@ def wrapped(model, wrap: str):
     if wrap == "tp":
         from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-        return apply_tensor_parallelism(model, mesh)
+        return apply_tensor_parallelism(model, mesh, model.tp_plan)
     from torch.distributed.fsdp import fully_shard
 
     for layer in model.model.layers:

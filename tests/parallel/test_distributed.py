@@ -58,7 +58,7 @@ def wrapped(model, wrap: str, kind: str):
     if wrap == "tp first":
         from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-        return apply_tensor_parallelism(model, mesh["shards"])
+        return apply_tensor_parallelism(model, mesh["shards"], model.tp_plan)
     from torch.distributed.fsdp import fully_shard
 
     mesh = mesh if wrap == "hybrid first" else mesh["shards"]

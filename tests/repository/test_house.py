@@ -1,12 +1,15 @@
-"""The house: imports go down from room to room, files and functions stay small."""
+"""The house: imports go down from room to room, files and functions stay small; the package can be
+imported and computes, and the interpreter runs every portable kernel."""
 
 import ast
 import functools
+import json
 import tokenize
 
 import pytest
 import release_checks
-from conftest import PACKAGE, ROOT
+import torch
+from conftest import PACKAGE, ROOT, assert_close, load_package, submodule
 from sources import read_config
 
 # A room is an operation, and a module imports from its own room and from rooms further left.
@@ -177,6 +180,59 @@ def reached_by(paths: list, target) -> str:
     parts = target.relative_to(PACKAGE).with_suffix("").parts
     found = [p for p in paths if parts in {x for x, _ in imported(p, at_import(tree_of(p)))}]
     return f"it is imported by {found[0]}" if found else "it is where imports begin"
+
+
+def test_the_package_computes():
+    x, w_gate, w_up = (torch.randn(n, 8) for n in (3, 5, 5))
+    y = load_package().fused_swiglu(x, w_gate, w_up)
+    assert_close(y, torch.nn.functional.silu(x @ w_gate.T) * (x @ w_up.T))
+
+
+@every_room
+def test_every_module_is_imported(room):
+    """Modules of kernels, too, which an import of the package does not reach."""
+    pytest.importorskip("triton")
+    for path in files_of(room):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        if parts != ("__init__",):
+            submodule(".".join(part for part in parts if part != "__init__"))
+
+
+def names_in(function) -> set:
+    """Names of all that the function calls or hands over."""
+    return {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
+
+
+# kernels that no session of the interpreter is known to launch; GPUs' tests do
+ON_GPUS_ALONE = {
+    "fp8.portable.dequantise._dequantise_kernel",
+    "gdn.portable.context._carry_kernel",
+    "gdn.portable.context._transition_kernel",
+    "gdn.portable.padding._padding_kernel",
+    "sampling.portable.choose._merge_kernel",
+}
+
+
+def test_the_interpreter_runs_every_portable_kernel():
+    """A kernel that no test launches under the interpreter could compute anything, as far as a
+    machine without a GPU can tell. tests/interpreter.py writes the lists, and each session of the
+    interpreter fails where a kernel of its list is no longer launched."""
+    kernels, helpers = {}, set()
+    for path in FILES:
+        functions = [node for node in tree_of(path).body if isinstance(node, ast.FunctionDef)]
+        for function in filter(is_kernel, functions):
+            helpers |= names_in(function)
+            parts = path.relative_to(PACKAGE).with_suffix("").parts
+            if parts[1] == "portable":
+                kernels[".".join((*parts, function.name))] = function.name
+    lists = json.loads((ROOT / "tests" / "interpreted.json").read_text()).values()
+    launched = {name for names in lists for name in names}
+    missing = sorted(name for name, own in kernels.items() if own not in helpers)
+    missing = {name for name in missing if name not in launched}
+    assert len(kernels) > 50 and missing <= ON_GPUS_ALONE, (
+        f"tests under the interpreter launch no {sorted(missing - ON_GPUS_ALONE)}: write one, and "
+        "run python tests/interpreter.py with its file's name"
+    )
 
 
 @every_room

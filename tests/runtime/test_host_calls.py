@@ -300,6 +300,8 @@ def functions_of_a_layer(model, D: int, B: int = 1, rotary: float = 1.0, count=f
     """Those of a token of B sequences through the second layer of a kernelized model, on a static
     cache."""
     transformers = pytest.importorskip("transformers")
+    from tiny_models import cache_name
+
     layer, cache = model.model.layers[1], transformers.StaticCache(model.config, max_cache_len=64)
     heads = model.config.num_key_value_heads
     x = torch.zeros(B, 1, model.config.hidden_size, dtype=torch.bfloat16)
@@ -307,7 +309,7 @@ def functions_of_a_layer(model, D: int, B: int = 1, rotary: float = 1.0, count=f
     given = {
         "attention_mask": torch.ones(B, 1, 1, 64, dtype=torch.bool),
         "position_embeddings": tables.unbind(),
-        "past_key_values": cache,
+        cache_name(): cache,
     }
     with torch.no_grad():
         cache.layers[1].update(*torch.zeros(2, B, heads, 1, D, dtype=torch.bfloat16))
@@ -381,7 +383,7 @@ def test_functions_of_an_mlp_in_shards(hopper, tmp_path):
         mesh = dist.init_device_mesh("cpu", (1,))
         sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
         model = random_model("llama", **sizes).bfloat16().eval()
-        mlp = parallel.apply_tensor_parallelism(model, mesh).model.layers[0].mlp
+        mlp = parallel.apply_tensor_parallelism(model, mesh, model.tp_plan).model.layers[0].mlp
         x = torch.zeros(1, 1, 256, dtype=torch.bfloat16)
         with torch.no_grad():
             theirs = functions(lambda: mlp(x))
