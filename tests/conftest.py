@@ -223,3 +223,17 @@ def kernels_of_transformers():
     transformers = pytest.importorskip("transformers")
     if not transformers.utils.is_kernels_available():
         pytest.skip("this transformers asks for a release of kernels that is not here")
+
+
+@pytest.fixture
+def trusts_all(monkeypatch):
+    """Every class that is not transformers' own is one that kernelize(model, trust=[..]) names."""
+    for name in ("trust", "experts"):
+        monkeypatch.setattr(submodule(f"models.{name}"), "is_named", is_other)
+
+
+def is_other(kind: type) -> bool:
+    """The class stands in no file of transformers."""
+    home = os.path.dirname(sys.modules["transformers"].__file__)
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return not str(file).startswith(home)

@@ -4,8 +4,8 @@
     python tests/refactors.py --case llama.mlp.temporaries     # its source, and why it is left
     python tests/refactors.py --json FILE
 
-Classes of transformers' models are rewritten, by the functions of refactor_forms.py and
-refactor_python.py, so that they compute the same: a case counts only if the modules of the new
+Classes of transformers' models are rewritten, by the functions of refactor_forms.py, so that they
+compute the same: a case counts only if the modules of the new
 class, without the package, give the outputs of the original's. It is then kernelized, with the
 package's reference in a kernel's place, and either served with these outputs, or left alone with a
 reason; all else is WRONG. A mutant is a case with one operator, constant, argument or part changed,
@@ -28,7 +28,6 @@ import refactor_cases as cases
 import refactor_forms as forms
 import refactor_kda  # noqa: F401 (registers its forms and traps)
 import refactor_mutants
-import refactor_python  # noqa: F401 (registers its forms)
 import torch
 from conftest import load_package, submodule
 
@@ -94,7 +93,8 @@ def wrong(module, unit, dtype, outputs, names=None, factor=1.0) -> Optional[str]
 
 def served(module):
     """(the module served, or None; the reason why it is left alone)."""
-    report = load_package().kernelize(module)
+    kinds = {type(m) for m in module.modules() if type(m).__module__.split(".")[0] != "torch"}
+    report = load_package().kernelize(module, trust=list(kinds))
     rows = [row for row in report.rows if row.module == ""]
     if not rows:
         return "it is not recognised as anything"

@@ -110,7 +110,7 @@ TEXTS = {
         "scores, order = logits.softmax(-1).sort(dim=-1, descending=True)\n"
         "return logits, (scores[:, : self.top_k] / self.top_k), order[:, : self.top_k]",
         {"wide": True, "renormalize": False, "scale": 1 / K, "dims": (2,)}),
-    "logits in place": ("x.mul_(1.0)\nreturn super().forward(x)", "has `x.mul_(1.0)`"),
+    "logits in place": ("x.mul_(1.0)\nreturn super().forward(x)", "writes to what it is given"),
     "scaled": (USUAL + "return logits, weights * 1.01, ids", ANOTHER),
     "capped": (
         LOGITS + "scores = (torch.tanh(logits.float() / 50) * 50).softmax(-1)\n"
@@ -138,7 +138,7 @@ TEXTS = {
     "one logit moved": (
         USUAL + f"moved = logits.new_zeros({E}).scatter(0, ids[0, :1], 1.0)\n"
         "return logits + moved, weights, ids", PRODUCT),
-    "writes": ("x *= 0.5\nreturn super().forward(x)", "has `x *= 0.5`"),
+    "writes": ("x *= 0.5\nreturn super().forward(x)", "writes to what it is given"),
     "writes to its weight": (
         "out = super().forward(x)\n"
         "self.weight.view(self.weight.shape).scatter_(0, out[2][:1, :1], 0.0)\nreturn out",
@@ -150,11 +150,11 @@ TEXTS = {
         ANOTHER),
     "noisy": (
         "return super().forward(x + torch.randn_like(x) * self.noise)",
-        "has `torch.randn_like(x)`"),
+        PRODUCT),
     "branches": (
         "if x.shape[0] > 100:\n    x = x * 2\nreturn super().forward(x)",
-        "has `x.shape[0] > 100`"),
-    "detached": (USUAL + "return logits, weights.detach(), ids", "has `weights.detach()`"),
+        PRODUCT),
+    "detached": (USUAL + "return logits, weights.detach(), ids", "gradients are not those"),
     "of squares": (
         "logits = F.linear(x, self.weight.square())\n"
         "weights, ids = logits.float().softmax(-1).topk(self.top_k)\n"
@@ -190,7 +190,7 @@ ROUTERS = {
     "usual": (Plain, {"scoring": "softmax", "renormalize": True, "dtype": None, "dims": (2, 3)}),
     "corrected": (
         Corrected, {"wide": True, "scoring": "sigmoid", "bias": "correction", "scale": 2.5}),
-    "reads a list": (Reads, "reads table"), "calls": (Calls, "score is no module of its own"),
+    "reads a list": (Reads, {"scoring": "softmax"}), "calls": (Calls, ANOTHER),
     **{name: (with_forward(Plain, text), said) for name, (text, said) in TEXTS.items()},
     **{name: (with_forward(Plain, text, vectors=vectors), said)
        for name, (vectors, text, said) in WITH_VECTORS.items()},
@@ -265,5 +265,5 @@ BLOCKS = {
             + SUM,
     }.items()},
     "writes": (
-        with_forward(Block, OUT + "x *= 0.5\nreturn out"), "has `x *= 0.5`"),
+        with_forward(Block, OUT + "x *= 0.5\nreturn out"), "another formula"),
 }  # fmt: skip

@@ -17,7 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 pytest.importorskip("transformers")
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("trusts_all")]
 dispatch = submodule("runtime.dispatch")
 swiglu = submodule("layers.swiglu")
 FEATURES = ("fused_swiglu", "fused_swiglu_mlp")

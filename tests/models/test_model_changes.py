@@ -16,7 +16,7 @@ attention_trial = submodule("models.attention_trial")
 attention = submodule("layers.attention")
 blocks = submodule("models.moe_blocks")
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("trusts_all")]
 WHEN = pytest.mark.parametrize("when", ["before", "after"])
 
 

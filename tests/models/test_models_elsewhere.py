@@ -10,7 +10,7 @@ import torch
 from conftest import ROOT, submodule
 from tiny_models import LOGITS, random_model, tokens
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("trusts_all")]
 dispatch, device = submodule("runtime.dispatch"), submodule("runtime.device")
 WAITS = submodule("models.report").WAITS
 OURS = {"SwiGLUMLP", "RMSNorm", "Attention", "DecoderLayer"}

@@ -18,7 +18,7 @@ deprecation = pytest.importorskip("transformers.utils.deprecation")
 hooks = pytest.importorskip("transformers.integrations.accelerate")
 
 # transformers says that the old name is deprecated
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("trusts_all")]
 
 
 FORWARD = """

@@ -11,6 +11,7 @@ from tiny_models import serve_blocks
 blocks = submodule("models.moe_blocks")
 Once, Scaled = BLOCKS["once"][0], ROUTERS["scaled"][0]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+pytestmark = pytest.mark.usefixtures("trusts_all")
 
 
 @pytest.fixture

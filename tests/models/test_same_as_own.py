@@ -69,7 +69,7 @@ ARGUMENTS = (
 )
 
 
-def test_all_that_is_handed_on_may_be_an_argument(kernel):
+def test_all_that_is_handed_on_may_be_an_argument(kernel, trusts_all):
     """By names that attributes of the module have, whose values are others."""
     module = llama.LlamaAttention(transformers.LlamaConfig(**BASE), layer_idx=-1).eval()
     kind = with_forward(llama.LlamaAttention, FORWARD, ARGUMENTS, vars(llama))

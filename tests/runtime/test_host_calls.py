@@ -316,7 +316,7 @@ def functions_of_a_layer(model, D: int, B: int = 1, rotary: float = 1.0, count=f
         return count(lambda: cache.layers[1].cumulative_length.zero_() is layer(x, **given))
 
 
-@pytest.mark.parametrize("name, most", [("llama", 90), ("qwen3_5_text", 105)])
+@pytest.mark.parametrize("name, most", [("llama", 95), ("qwen3_5_text", 112)])
 def test_functions_of_a_decoder_layer(hopper, monkeypatch, name, most):
     """A token through attention and MLP, on a static cache; torch's and transformers' own among
     them."""
@@ -344,10 +344,10 @@ def test_functions_of_a_kimi_delta_attention_layer(hopper):
     x = torch.randn(1, 5, model.config.hidden_size, dtype=torch.bfloat16)
     with torch.no_grad():
         layer(x, cache, None)
-        assert 100 < functions(lambda: layer(x[:, :1], cache, None)) <= 160
+        assert 100 < functions(lambda: layer(x[:, :1], cache, None)) <= 163
 
 
-@pytest.mark.parametrize("name, most", [("tiny_qwen3", 118), ("tiny_qwen3_5", 124)])
+@pytest.mark.parametrize("name, most", [("tiny_qwen3", 130), ("tiny_qwen3_5", 124)])
 def test_functions_of_a_layer_in_fp8(hopper, monkeypatch, name, most):
     """182 where weights were looked at one by one, and x quantised apart from its product. Of
     several sequences hardly more than in bf16, where one has products of its own; a gate before the
@@ -388,7 +388,7 @@ def test_functions_of_an_mlp_in_shards(hopper, tmp_path):
         with torch.no_grad():
             theirs = functions(lambda: mlp(x))
             hopper.kernelize(model)
-            assert 20 < functions(lambda: mlp(x)) <= min(38, theirs)
+            assert 20 < functions(lambda: mlp(x)) <= min(39, theirs)
             assert launches(lambda: mlp(x)) == ["_swiglu_fwd_kernel", "project_token_kernel"]
     finally:
         dist.destroy_process_group()
@@ -400,11 +400,11 @@ def test_functions_of_kernelize(hopper):
     pytest.importorskip("transformers")
     from tiny_models import random_model
 
-    submodule("models.reader")._sources.clear()
+    submodule("models.trust")._codes.clear()
     for name in ("mlp", "norm_trial", "attention_trial", "layer_trial"):
         for table in ("_found", "_forms"):
             getattr(submodule(f"models.{name}"), table, {}).clear()
-    for most in (5500, 1300):
+    for most in (6700, 1300):
         model = random_model("llama")
         reports = []
         found = once(lambda model=model, to=reports: to.append(hopper.kernelize(model)), apart=())

@@ -19,7 +19,7 @@ from .forward import Arguments, Interface, Value, Word, Words, forward_by
 from .fp8 import out as fp8_out
 from .fp8.weights import FORMS as FP8_FORMS
 from .norm import does_nothing, parameters_of_norm
-from .own_code import Pinned
+from .pinned import Pinned
 from .plain import PLAIN_TENSORS
 from .projections import projections
 
@@ -101,6 +101,8 @@ class Attention:
     """A form, prepared for calls."""
 
     normed_and_turned = staticmethod(fused_qk_norm_rope)
+    projected, gated = staticmethod(projections), staticmethod(sigmoid_gate)
+    quantised = staticmethod(fp8_out.gated)
 
     def __init__(self, form: AttentionForm):
         self.form = form
@@ -153,7 +155,7 @@ class Attention:
             if not _casts_alike(x, past, function, words, more):
                 return None
         if self.joined is None:
-            q, k, v = projections(x, *[parts[n] for n in form.projections], unpatched=True)
+            q, k, v = self.projected(x, *[parts[n] for n in form.projections], unpatched=True)
         else:
             q, k, v = parts[self.joined](x).split(form.sizes, -1)
         B, T = x.shape[:2]
@@ -185,12 +187,12 @@ class Attention:
         else:
             out, weights = function(attention, q.transpose(1, 2), k, v, mask, **words, **more)
         if gate is not None:
-            y = fp8_out.gated(out, gate, parts[form.out]) if FP8_FORMS else None
+            y = self.quantised(out, gate, parts[form.out]) if FP8_FORMS else None
             if y is not None:
                 return y, weights
-            out = sigmoid_gate(out, gate) if out.shape == gate.shape else out * torch.sigmoid(gate)
+            out = self.gated(out, gate) if out.shape == gate.shape else out * torch.sigmoid(gate)
         out = out.reshape(B, T, -1).contiguous()
-        return projections(out, parts[form.out], unpatched=True)[0], weights
+        return self.projected(out, parts[form.out], unpatched=True)[0], weights
 
 
 def _tables(form: AttentionForm, tables, x: torch.Tensor, D: int) -> Optional[tuple]:

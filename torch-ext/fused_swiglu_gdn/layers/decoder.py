@@ -15,7 +15,7 @@ from ..fp8.ops import NORM_QUANTISE
 from .forward import Arguments, Word, Words, forward_by
 from .fp8 import given as fp8
 from .norm import does_nothing, parameters_of_norm, rms_norm
-from .own_code import Pinned
+from .pinned import Pinned
 
 
 class Call(NamedTuple):

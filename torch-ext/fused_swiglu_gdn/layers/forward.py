@@ -8,8 +8,7 @@ from typing import Callable, FrozenSet, Iterable, NamedTuple, Optional, Tuple
 from torch import nn
 
 from .norm import serves
-
-PLAIN_VALUES = (bool, int, float, str)
+from .pinned import PLAIN_VALUES
 
 
 class Arguments(NamedTuple):

@@ -17,7 +17,8 @@ from ..gdn_layer import api as gdn_layer
 from ..kda import api as kda
 from ..runtime.activations import OF_CONVOLUTION, OF_GATED_NORM
 from ..runtime.checks import FLOATING
-from .own_code import NotOwn, Pinned, own_code
+from .own_code import NotOwn, own_code
+from .pinned import Pinned
 from .plain import PLAIN_TENSORS, torch_unpatched, why_hooked
 
 

@@ -19,7 +19,7 @@ from ..kda import api as kda
 from ..kda.call import has_gradient
 from .forward import Arguments, forward_by
 from .functions import convolved, is_gated_norm, normed_and_gated, packed_lengths
-from .own_code import Pinned
+from .pinned import Pinned
 from .plain import PLAIN_TENSORS, is_plain
 from .projections import joined, projections
 

@@ -22,7 +22,7 @@ from ..runtime import dispatch
 from .attention import SIXTEEN, Updates, by_torch, is_transformers_own, slots_of
 from .forward import Arguments, Interface, Value, Word, Words, forward_by
 from .norm import parameters_of_norm
-from .own_code import Pinned
+from .pinned import Pinned
 from .plain import PLAIN_TENSORS, parameters_of
 from .projections import projections
 

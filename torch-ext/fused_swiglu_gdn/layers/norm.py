@@ -10,7 +10,7 @@ from ..norm.api import rms_norm
 from ..norm.ops import FAMILY
 from ..runtime import dispatch
 from ..runtime.checks import FLOATING
-from .own_code import Pinned
+from .pinned import Pinned
 from .plain import HOOKS, OWN, PLAIN_TENSORS, is_plain, torch_unpatched
 
 

@@ -1,5 +1,4 @@
-"""Checks that a function of transformers is the one in its file, with all that it calls, and pins
-what a module was recognised by, so that each call sees later changes.
+"""Checks that a function of transformers is the one in its file, with all that it calls.
 
 A patch of a class or of a module changes what a model computes, and a layer of ours that stands in
 for the unpatched code would lose it. No list of versions is needed: the code of a function is
@@ -16,48 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .pinned import Pinned
+
 HARMLESS = (str, int, float, tuple, type(None), logging.Logger, ModuleType)
 DISPATCHERS = "transformers.integrations.hub_kernels"  # what stands before the torch functions
 
 
 class NotOwn(Exception):
     """Says what is not as transformers has it."""
-
-
-class Pinned:
-    """The functions of which a forward consists."""
-
-    patched: Optional[str] = None  # what had been patched before
-
-    def __init__(
-        self,
-        names: Tuple[Tuple[dict, str, object], ...],  # (namespace, name, value)
-        codes: Tuple[Tuple[FunctionType, CodeType], ...],  # reloading tools replace codes
-        methods: Tuple[str, ...] = (),  # that the forward calls of its module
-    ):
-        self.names, self.codes, self.methods = names, codes, methods
-
-    def unchanged(
-        self, module: Optional[nn.Module] = None, guards: Tuple[Tuple[str, object], ...] = ()
-    ) -> bool:
-        """True if none has been patched since, the module has no methods of its own, and its
-        attributes at these paths still have the values by which it was recognised."""
-        if module is not None:
-            attributes = module.__dict__
-            for name in self.methods:
-                if name in attributes:
-                    return False
-            for path, value in guards:
-                found = attributes[path] if path in attributes else found_at(module, path)
-                if found is not value and found != value:
-                    return False
-        for namespace, name, value in self.names:
-            if namespace.get(name) is not value:
-                return False
-        for function, code in self.codes:
-            if function.__code__ is not code:
-                return False
-        return True
 
 
 def codes_in(code: CodeType) -> List[CodeType]:
@@ -247,11 +212,3 @@ def torchs_own(function: FunctionType) -> Pinned:
             pinned.patched = f"its forward {error}"
             break
     return pinned
-
-
-def found_at(module: nn.Module, path: str) -> object:
-    """The attribute of a module at a path such as "config.use_rope", or None."""
-    value = module
-    for name in path.split("."):
-        value = getattr(value, name, None)
-    return value

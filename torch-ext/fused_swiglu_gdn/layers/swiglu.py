@@ -19,7 +19,7 @@ from ..swiglu.api import fused_swiglu, fused_swiglu_mlp, silu_mul
 from ..swiglu.reference import ACTIVATIONS
 from .activations import activation_of
 from .fp8 import mlp as fp8_mlp
-from .own_code import Pinned
+from .pinned import Pinned
 from .plain import PLAIN_TENSORS, parameters_of, same_dtype, torch_unpatched, why_hooked
 from .projections import projections as of_linears
 from .tensor_parallel import Shards, mlp_on_shards, shards

@@ -24,8 +24,9 @@ from .recognise import KINDS, OF_MODULES, is_nothing, recognise, replace
 from .report import WAITS, Report, Row
 from .serving import as_gathered, may_move, unserve, why_not_on
 from .stand_ins import quiet
+from .trust import trusting
 
-# what is learnt of a class is kept for all threads, and Python's own parser is for one at a time
+# what is learnt of a class is kept for all threads
 _looking = threading.RLock()
 
 
@@ -40,13 +41,15 @@ def kernelize(
     replay: int = 0,
     cp_group=None,
     cp_attention: bool = True,
+    trust: Sequence[type] = (),
 ) -> Report:
     """Replaces the forwards of modules that our layers and fused_experts compute.
 
     These are MLPs, norms, attention modules, decoder layers, Gated DeltaNet layers and modules of
-    routed experts. Modules are recognised by what they compute, not by the model's name; all
-    others, and those that were changed otherwise (quantization of what we read, hooks, sharding),
-    are left alone. Only forwards change, and for experts transformers' choice of their
+    routed experts. Modules are recognised by what they compute, not by the model's name: the
+    forward of a class of transformers, or of one that `trust` names, is tried beside the kernel's
+    formula. All others, and those that were changed otherwise (quantization of what we read, hooks,
+    sharding), are left alone. Only forwards change, and for experts transformers' choice of their
     implementation: parameters, state_dict and saved configuration stay, and restore(model) undoes
     it. Call it last, after adapters are added and after `use_kernels=True`.
 
@@ -72,12 +75,16 @@ def kernelize(
             then called with the result of shard_batch (docs/parallel.md).
         cp_attention: with cp_group, softmax attention gathers keys and values of the group; False
             leaves that to torch's context_parallel or to DeepSpeed's Ulysses.
+        trust: classes of modules that are not transformers' own, such as [MyMLP], whose forwards
+            are to be tried, too: a module is replaced if the trial agrees (docs/models.md). The
+            report names the classes that may be worth it.
 
     Returns:
         A report: print it for a table of the modules, why some are left, and what to do about it.
 
     Raises:
-        TypeError: model is no nn.Module, replay no int, or a flag no bool.
+        TypeError: model is no nn.Module, replay no int, a flag no bool, or trust no list of
+            classes of modules.
         ValueError: mode, only or skip is no known word; replay is 1 or negative; with cp_group, a
             Gated DeltaNet layer cannot or shall not be replaced.
 
@@ -99,12 +106,13 @@ def kernelize(
     _check_mode(mode)
     kinds = _kinds(only, skip)
     _check_replay(replay)
+    _check_trust(trust)
     if cp_group is not None:
         if "gdn" not in kinds:
             raise ValueError('only and skip must leave "gdn" in where cp_group is given')
         is_group(cp_group, "cp_group")
     restore_attention(model)
-    with _looking, as_gathered(model), _one_thread(), quiet():
+    with _looking, as_gathered(model), _as_it_was(), quiet(), trusting(trust):
         rows = _serve_modules(model, kinds, replay)
     if cp_group is not None:
         _exchanges_states(model, rows)
@@ -148,6 +156,14 @@ def _check_replay(replay: int) -> None:
         raise ValueError(f"replay must be 0, or at least 2 tokens, got {replay}")
 
 
+def _check_trust(trust: Sequence[type]) -> None:
+    if not isinstance(trust, (list, tuple, set, frozenset)):
+        raise TypeError(f"trust must be a list of classes of modules, got {trust!r}")
+    for kind in trust:
+        if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+            raise TypeError(f"trust must be a list of classes of modules, got {kind!r} in it")
+
+
 def _replays(model: nn.Module, rows: List[Row], replay: int) -> Row:
     """The report's row about deferred write-back in GDN layers."""
     served = any(row.reason is None and row.layer.endswith("GatedDeltaNet") for row in rows)
@@ -160,14 +176,16 @@ def _replays(model: nn.Module, rows: List[Row], replay: int) -> Row:
 
 
 @contextlib.contextmanager
-def _one_thread():
-    """Equivalence checks multiply small matrices: waking a pool of threads takes longer."""
-    threads = torch.get_num_threads()
+def _as_it_was():
+    """Equivalence checks multiply small matrices: waking a pool of threads takes longer. What they
+    take from the CPU's generator is put back."""
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
     if threads > 1:
         torch.set_num_threads(1)
     try:
         yield
     finally:
+        torch.set_rng_state(state)
         if threads > 1:
             torch.set_num_threads(threads)
 

@@ -10,7 +10,8 @@ from torch import nn
 from ..layers.attention import GATES, NORMS, ROTARY, Heads
 from ..layers.forward import ALONE, Word
 from .code import Refused
-from .stand_ins import SIZES, Cache, Interface, Opaque, Part, Raises, Read, name_of, same
+from .handed import Cache, Interface
+from .stand_ins import F64, SIZES, Opaque, Part, Raises, Read, name_of, same
 from .trial import Trial, alike, plain_values
 
 
@@ -19,27 +20,32 @@ class Case(NamedTuple):
 
     B: int
     T: int
-    rotary: Optional[float]  # the width of the tables, of the head dim; None: there are none
+    rotary: Optional[float] = 1.0  # the width of the tables, of the head dim; None: none are given
     tables: int = 0  # the batch of the tables, as the input's by default
     cached: bool = False
     masked: bool = False
     training: bool = False
+    values: str = ""  # "+", "-": of one sign; "mixed"
+    dtype: torch.dtype = F64
+    words: int = 1  # keywords that nobody knows
+    by_position: bool = False
 
 
-FIRST = Case(2, 5, 1.0, 0, True, True)
+FIRST = Case(2, 5, cached=True, masked=True)
 TRAINING = FIRST._replace(training=True)
-CASES = (  # the others with and without a cache, a mask and training
-    Case(1, 3, 1.0, 0, True, True, True),
-    Case(2, 1, 1.0, 1, True, False),
-    Case(1, 2, 1.0, 0, True, False, True),
-    Case(2, 5, 1.0, 0, False, True),
-    Case(3, 2, 1.0, 1, False, True, True),
-    Case(2, 3, 1.0, 0, False, False),
-    Case(1, 1, 1.0, 0, False, False, True),
+CASES = (  # with and without a cache, a mask and training
+    FIRST,
+    Case(1, 3, cached=True, masked=True, training=True, values="mixed", words=0),
+    Case(2, 1, tables=1, cached=True, values="+", words=3),
+    Case(1, 2, cached=True, training=True, values="-", by_position=True),
+    Case(9, 5, masked=True, dtype=torch.bfloat16),
+    Case(3, 2, tables=1, masked=True, training=True, dtype=torch.float16),
+    Case(2, 3, dtype=torch.float32, words=0, by_position=True),
+    Case(1, 1, training=True, values="mixed"),
 )
 # every form of queries and keys
 HEADS = tuple(itertools.starmap(Heads, itertools.product(GATES, NORMS, (*ROTARY, None))))
-WITHOUT, PARTIAL = Case(2, 3, None), Case(2, 3, 0.5, 0, False, True)
+WITHOUT, PARTIAL = Case(2, 3, None), Case(2, 3, 0.5, masked=True)
 
 
 class Run(NamedTuple):
@@ -49,7 +55,7 @@ class Run(NamedTuple):
     x: torch.Tensor
     tables: Optional[tuple]
     given: dict
-    word: object
+    rest: dict  # keywords for which the forward has no name
     interface: Interface
     log: list  # calls of parts; None where the attention function was called
     result: object
@@ -89,6 +95,7 @@ class Learning(Trial):
         """Also of an attribute that was assumed to be passed on."""
         if what.name.startswith("self."):
             self.handed -= {what.name[5:]}
+            self.seen.add(what.name[5:])
         else:
             super().learn(what)
 
@@ -140,7 +147,7 @@ class Learning(Trial):
     def numbers(self) -> List[int]:
         """Sizes that the forward reads; one may be the width of the tables, whatever that of the
         heads is."""
-        values = plain_values(self.module, self.source.reads).values()
+        values = plain_values(self.module, self.facts.reads).values()
         return [v for v in values if type(v) is int and v > 1]
 
     # ------------------------------------------------------------------ what is learned
@@ -157,7 +164,7 @@ class Learning(Trial):
         implementation, words, index, updates, updates_with = self.calls
         identities = [n for n, part in self.parts.items() if isinstance(part, nn.Module)]
         return (
-            self.arguments(), self.source.checks, self.tables, self.cache,
+            self.arguments(), (), self.tables, self.cache,
             self.mask, index, updates, updates_with, self.plan.projections, self.sizes,
             self.plan.q_norm, self.plan.k_norm, self.plan.out, self.plan.heads, self.D, self.dims,
             (self.R or self.D,), False, tuple(identities), implementation, words,
@@ -167,12 +174,6 @@ class Learning(Trial):
 
     def others(self) -> tuple:
         return super().others(self.tables, self.cache, self.mask)
-
-    def again(self, absent: frozenset) -> Run:
-        return self.called(FIRST, values=self.marks(), absent=absent)
-
-    def keywords_in(self, run: Run) -> list:
-        return [run.interface.calls[0][5]]
 
     def calls_of(self, run: Run) -> tuple:
         """The sources of all arguments of the registry, the attention function and the cache."""
@@ -204,7 +205,7 @@ class Learning(Trial):
             path = name_of(value)
             if path.startswith("self."):
                 return Word(name, "attribute", path[5:])
-        elif type(value) is dict and alike(value, self.rest(run)):
+        elif type(value) is dict and alike(value, run.rest):
             return Word(name, "rest")
         elif type(value) is dict and all(type(key) is str for key in value):
             return Word(name, "dict", self.words(value, run))

@@ -7,15 +7,16 @@ compared with each of our forms. The check gives the plan of our forward.
 
 import contextlib
 import functools
-from typing import Dict, List
+import itertools
+from typing import Dict, Iterator, List
 
 import torch
 from torch import nn
 
-from ..attention.reference import qk_norm_rope_fwd
+from ..attention.reference import qk_norm_rope_fwd, sigmoid_gate_fwd
 from ..layers.attention import Attention, AttentionForm
 from ..layers.norm import NormForm
-from ..layers.own_code import found_at, names_in
+from ..layers.pinned import GIVEN, found_at
 from ..layers.plain import told
 from .attention_learning import (
     CASES,
@@ -27,26 +28,32 @@ from .attention_learning import (
     Run,
 )
 from .code import Refused
+from .facts import Facts, read
+from .handed import Cache, Interface, asked_by_this_thread, put, readable
 from .norm_trial import norm_in
-from .reader import read
 from .serving import own_class
 from .stand_ins import (
     F64,
-    Cache,
-    Interface,
+    FREE,
     KeepsFp64,
     Part,
     Unknown,
-    asked_by_this_thread,
     features,
     is_identity,
-    put,
+    mixed,
     quiet,
     random,
-    readable,
     twin_of,
 )
-from .trial import WORD, alike, called, form_key, plain_values, toggles, why_odd_module
+from .trial import (
+    alike,
+    called,
+    form_key,
+    plain_values,
+    sizes_of,
+    toggles,
+    why_odd_module,
+)
 
 # names that make a module one to look at
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -88,25 +95,30 @@ def attention_form(module: nn.Module) -> AttentionForm:
     return form_by(AttentionTrial, module, read(own_class(module), module))
 
 
-def form_by(trial: type, module: nn.Module, source):
+def form_by(trial: type, module: nn.Module, facts: Facts):
     """The form that a trial of the module's forward gives; raises Refused."""
     kind = own_class(module)
-    values = plain_values(module, source.reads)
-    values.pop("training", None)  # both are tried
+    values = plain_values(module, facts.reads - {"training"})  # both are tried
     norms = _norms_of(module)
-    key = (trial, kind, source.pinned.codes, _parts_key(module), module.config.__class__)
+    key = (trial, kind, facts.pinned, _parts_key(module), module.config.__class__)
     key += tuple((n, _norm_key(module._modules[n], form)) for n, form in norms.items())
     known = _forms.setdefault(key, [])
-    for handed, facts, found in known:
-        if form_key(module, kind, source, _without(values, handed)) == facts:
+    for handed, of_others, found in known:
+        if _key(module, kind, facts, values, handed) == of_others:
             form = found
             break
     else:
-        form, handed = _find(trial, module, kind, source, values, norms)
-        known.append((handed, form_key(module, kind, source, _without(values, handed)), form))
+        form, handed = _find(trial, module, kind, facts, values, norms)
+        known.append((handed, _key(module, kind, facts, values, handed), form))
     if isinstance(form, str):
         raise Refused(form)
     return form
+
+
+def _key(module: nn.Module, kind: type, facts: Facts, values: dict, handed: frozenset) -> tuple:
+    """All that a form depends on: of attributes that are only handed on, whether they are None."""
+    given = [values.get(path) is None for path in sorted(handed)]
+    return (*form_key(module, kind, facts, _without(values, handed)), *given)
 
 
 def _without(values: dict, names: frozenset) -> dict:
@@ -133,23 +145,23 @@ def _norm_key(norm: nn.Module, form: NormForm) -> tuple:
     return (*form[3:], told(norm._parameters[form.weight], "shape"))
 
 
-def _find(kind_of_trial, module, kind, source, values, norms) -> tuple:
+def _find(kind_of_trial, module, kind, facts, values, norms) -> tuple:
     """The form, or the reason against it, and the attributes on whose values that does not
     depend."""
-    paths = frozenset(p for p in source.reads if readable(module, p)) - source.guarded
+    paths = [p for p in facts.reads if readable(module, p) and type(values.get(p)) is not bool]
     reasons = []
-    for handed in (paths, frozenset()):
-        trial = kind_of_trial(module, kind, source, norms, handed)
+    for handed in (frozenset(paths), frozenset()):
+        trial = kind_of_trial(module, kind, facts, norms, handed)
         try:
             with quiet(), asked_by_this_thread(trial):
-                form = trial.form((kind, source.pinned))
+                form = trial.form(values)
         except Refused as why:
             reasons.append((str(why), trial.handed))
             if not trial.handed:
                 break
             continue
         names = (*_without(values, trial.handed), *module._modules, "training")
-        reason = why_odd_module(module, kind, source, names)
+        reason = why_odd_module(module, kind, facts, names)
         if reason is not None:
             return reason, trial.handed
         return form, trial.handed
@@ -157,11 +169,12 @@ def _find(kind_of_trial, module, kind, source, values, norms) -> tuple:
 
 
 class AttentionTrial(Learning):
-    def __init__(self, module, kind, source, norms, handed: frozenset):
-        super().__init__(module, kind, source)
+    def __init__(self, module, kind, facts, norms, handed: frozenset):
+        super().__init__(module, kind, facts)
         self.handed = handed  # attributes that nothing has read yet
         # their values, where to read them from the configuration passes many functions
         probe = twin_of(module, kind)
+        probe.__dict__.update(self.watched)
         put(probe, {p: found_at(module, p) for p in handed if "." in p})
         self.values = {n: probe.__dict__[n] for n in {p.split(".")[0] for p in handed if "." in p}}
         self.parts = {}
@@ -185,20 +198,20 @@ class AttentionTrial(Learning):
         self.projections = frozenset(
             n for n, part in self.parts.items() if isinstance(part, Part) and part.sizes[1:]
         )
-        names = {name for function, _ in source.pinned.codes for name in names_in(function)}
-        self.has_float = "float" in names
+        self.has_float = "float" in facts.names
 
     # ------------------------------------------------------------------ runs
 
-    def called(self, case: Case, dtype=F64, values=None, absent=frozenset()) -> Run:
+    def called(self, case: Case, values=None, absent=frozenset()) -> Run:
         """One run of the class's forward, with attributes `values` by their paths."""
+        dtype = case.dtype
         own = self.own and {n: p.to(dtype) for n, p in self.own.items()}
         twin = twin_of(self.module, self.kind, self.parts, own)
         twin.__dict__["training"] = case.training
-        twin.__dict__.update(self.values)
+        twin.__dict__.update({**self.watched, **self.values})
         if values:
             put(twin, values)
-        numbers, tables = [random(case.B, case.T, self.width, seed=1, dtype=dtype)], None
+        numbers, tables = [self.input(case)], None
         if case.rotary is not None:
             width = self.R or max(int(self.D * case.rotary), 1)
             size = (case.tables or case.B, case.T, width)[3 - self.dims :]
@@ -208,75 +221,102 @@ class AttentionTrial(Learning):
         roles = {self.hidden: x, self.tables: tables}
         roles[self.cache] = Cache(self.cache) if case.cached else None
         roles[self.mask] = self.opaque[self.mask] if case.masked else None
-        given, word = self.given(roles, absent), object()
-        log = self.log
+        given, rest, log = self.given(roles, absent), self.unknown_words(case.words), self.log
         self.interface = interface = Interface(log)
-        with KeepsFp64() if self.has_float else contextlib.nullcontext():
-            forward, signature = self.source.forward, self.source.signature
-            result = called(forward, signature, twin, dict(given), {WORD: word})
+        with KeepsFp64() if self.has_float and dtype is F64 else contextlib.nullcontext():
+            result = called(self.facts, twin, given, rest, case.by_position)
         self.log = []  # whoever calls a part now is no forward
         if not all(map(torch.equal, (x, *(tables or ())), numbers)):
             raise Refused("its forward writes to its input")
         if len(interface.calls) != 1 or len(interface.asked) != 1:
             raise Refused("it does not call one attention function, by its configuration")
-        return Run(twin, x, tables, given, word, interface, log, result)
+        return Run(twin, x, tables, given, rest, interface, log, result)
+
+    def input(self, case: Case) -> torch.Tensor:
+        shape = case.B, case.T, self.width
+        if case.values == "mixed":
+            return mixed(*shape, seed=1, dtype=case.dtype)
+        x = random(*shape, seed=1, dtype=case.dtype)
+        return x if not case.values else x.abs() if case.values == "+" else -x.abs()
 
     def marks(self) -> dict:
         return {path: self.opaque[f"self.{path}"] for path in self.handed}
 
-    def form(self, known: tuple) -> AttentionForm:
-        """The form with which ours does what the class's forward does. known: its first fields, but
-        for the guards."""
+    def form(self, values: dict) -> AttentionForm:
+        """The form with which ours does what the class's forward does; values: of what that
+        reads."""
         first, training = self.first()
         if self.cache is None and self.tables is None and self.plan.q_norm is None:
             raise Refused("it has no norm, no rotary embedding and no cache")
-        self.travelling = self.those_travelling(first)
         self.calls, self.training_words = self.calls_of(first), self.calls_of(training)[1]
         self.handed = self.those_handed()
-        values = plain_values(self.module, self.source.reads - self.handed - {"training"})
-        form = AttentionForm(*known, tuple(values.items()), *self.fields())
-        for case in (FIRST, *CASES):
-            self.check(form, self.called(case))
-        for absent in toggles(self.others(), self.source.asked):
-            self.check(form, self.called(FIRST, absent=absent))
-        self.keeps_dtype()
+        form = AttentionForm(self.kind, FREE, (), *self.fields())
+        ours = _Ours(form)
+        for case in self.cases():
+            self.check(ours, self.called(case))
+        for absent in toggles(self.others()):
+            self.check(ours, self.called(FIRST, absent=absent))
         optional = self.agrees(form._replace(optional=True), WITHOUT)
         if not self.R and self.agrees(form._replace(widths=()), PARTIAL):
             form = form._replace(widths=())
-        return form._replace(optional=optional)
+        values = self.guards(_without(values, self.handed))
+        guards = {**values, **dict.fromkeys(self.given_on(), GIVEN)}
+        return form._replace(
+            pinned=self.facts.pinned, guards=tuple(guards.items()), optional=optional
+        )
+
+    def cases(self) -> Iterator[Case]:
+        """CASES, and with the numbers of tokens that have to be tried."""
+        yield from CASES
+        sizes = [size for part in self.parts.values() for size in getattr(part, "sizes", ())]
+        tokens = sizes_of(self.module, self.facts, max(sizes))
+        for case, T in zip(itertools.cycle(CASES), tokens):
+            yield case._replace(B=1, T=T, tables=0, dtype=F64 if T > 66 else case.dtype)
+
+    def given_on(self) -> List[str]:
+        """Attributes that ours hands on, and that were not None; the name of the attention function
+        and the cache's layer are never that."""
+        implementation, _, index, *_ = self.calls
+        known = {word.what for word in (implementation, index) if word is not None}
+        return sorted(self.handed - known)
 
     def agrees(self, form: AttentionForm, case: Case) -> bool:
         try:
-            self.check(form, self.called(case))
+            self.check(_Ours(form), self.called(case))
         except Refused:
             return False
         return True
 
-    def check(self, form: AttentionForm, run: Run) -> None:
+    def check(self, ours: Attention, run: Run) -> None:
         """Checks that ours gives the cache, the attention function and the parts of the module what
         the class's forward gives them, and returns the same; raises Refused if not."""
         given = {n: Cache(n) if type(v) is Cache else v for n, v in run.given.items()}
-        self.log, self.interface = [], Interface([])
-        self.interface.log = self.log
-        result = _Ours(form).served(run.twin, run.x, given, self.rest(run))
-        ours = run._replace(given=given, interface=self.interface, log=self.log, result=result)
+        self.log = log = []
+        self.interface = Interface(log)
+        result = ours.served(run.twin, run.x, given, run.rest)
+        mine = run._replace(given=given, interface=self.interface, log=log, result=result)
         self.log = []
-        if not alike(_done(ours, self.projections), _done(run, self.projections)):
+        if not alike(_done(mine, self.projections), _done(run, self.projections)):
             raise Refused("its forward depends on the call")
-
-    def keeps_dtype(self) -> None:
-        """Checks that all outputs of the forward have the dtype of the input, in bf16 too."""
-        run = self.called(FIRST, torch.bfloat16)
-        left = (*run.interface.calls[0][1:4], run.result[0])
-        if {x.dtype for x in left} != {torch.bfloat16}:
-            raise Refused("it changes the dtype")
 
 
 class _Ours(Attention):
     """Ours on stubs, whose norms are no modules, and by the definition of its operation."""
 
+    gated = staticmethod(sigmoid_gate_fwd)
+
+    @staticmethod
+    def quantised(*given) -> None:
+        return None
+
+    @staticmethod
+    def projected(x: torch.Tensor, *parts: Part, unpatched: bool) -> list:
+        return [part(x) for part in parts]
+
     @staticmethod
     def normed_and_turned(q, k, cos, sin, interleaved, q_weight=None, k_weight=None, norm="head"):
+        if q_weight is not None:
+            q_weight, k_weight = q_weight.to(q.dtype), k_weight.to(q.dtype)
         options = 1e-6, 0.0, norm == "all", interleaved
         return qk_norm_rope_fwd(q, k, cos, sin, q_weight, k_weight, *[None] * 4, *options)
 

@@ -13,13 +13,17 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ..layers.own_code import names_in, undispatched
+from ..layers.own_code import names_in, peeled, undispatched
 from .code import Refused
-from .gdn_body import OF_CACHES, PACKED
-from .reader import Reader
 from .stand_ins import random
-from .trial import WORD, Trial, called
+from .trial import WORD, Trial, called, sizes_of
 
+OF_CACHES = frozenset((  # what a layer asks its cache for
+    "conv_states", "get_conv_state", "get_recurrent_state", "has_previous_state",
+    "is_recording_past", "layers", "record_past", "recurrent_states", "update_conv_state",
+    "update_recurrent_state",
+))  # fmt: skip
+PACKED = ("cu_seq_lens_q", "seq_idx")  # keywords that the trial gives
 EPS = 0.03  # of norms: small outputs, and their roundings, stay small
 VALUES = {
     getattr(torch.Tensor, name) for name in (
@@ -79,14 +83,14 @@ class Copies:
     """A class and the functions that its forward consists of, which find torch functions where
     transformers' own find kernels."""
 
-    def __init__(self, kind: type, source, packing: Packing):
-        self.reader, self.made = Reader(kind, None), {}
+    def __init__(self, kind: type, facts, packing: Packing):
+        self.made: dict = {}
         self.packing, self.log = packing, []
-        self.read = {function for function, _ in source.pinned.codes}
+        self.own = set(facts.functions)
         self.classes: Dict[type, type] = {}
         for base in reversed(kind.__mro__[: kind.__mro__.index(nn.Module)]):
             self.classes[base] = self.copied(base)
-        self.kind, self.forward = self.classes[kind], self.function(source.forward)
+        self.kind, self.forward = self.classes[kind], self.function(facts.forward)
 
     def copied(self, base: type) -> type:
         hidden = ("__dict__", "__weakref__")
@@ -107,20 +111,19 @@ class Copies:
             return of_each(plain, self.packing, self.log)
         if not isinstance(value, FunctionType):
             return value
-        inner = value if value in self.read and not value.__closure__ else self.inner(value)
-        return self.function(inner) if inner in self.read else value
+        inner = peeled(value).forward
+        return self.function(inner) if inner in self.own else value
 
-    def inner(self, value: FunctionType) -> object:
-        try:
-            return self.reader.bare(value)
-        except Refused:
-            return value
+    def variable(self, value: object) -> object:
+        """A free variable: of a decorator, what it is around."""
+        if isinstance(value, FunctionType) and value in self.own:
+            return self.function(value)
+        return self.classes.get(value, value) if isinstance(value, type) else value
 
     def function(self, function: FunctionType) -> FunctionType:
         if function not in self.made:
             space, code = dict(function.__globals__), function.__code__
-            cells = [CellType(self.classes.get(c.cell_contents, c.cell_contents))
-                     for c in function.__closure__ or ()]  # fmt: skip
+            cells = [CellType(self.variable(c.cell_contents)) for c in function.__closure__ or ()]
             made = FunctionType(code, space, function.__name__, function.__defaults__, tuple(cells))
             made.__kwdefaults__ = function.__kwdefaults__
             self.made[function] = made
@@ -147,9 +150,9 @@ class DeltaTrial(Trial):
     PACKING: Packing
     MODE = ReadsNoValues
 
-    def __init__(self, module: nn.Module, kind: type, source):
-        super().__init__(module, kind, source)
-        self.copies = Copies(kind, source, self.PACKING)
+    def __init__(self, module: nn.Module, kind: type, facts):
+        super().__init__(module, kind, facts)
+        self.copies = Copies(kind, facts, self.PACKING)
         self.cache = self.mask = None
         self.takes = frozenset(PACKED).intersection(self.signature.names)
         names = tuple([n for n in self.signature.names if n not in PACKED])
@@ -175,9 +178,9 @@ class DeltaTrial(Trial):
             roles = {n: value for n, value in roles.items() if n not in self.fixed}
             given = self.given(roles, frozenset())
             given.update({n: more.pop(n) for n in self.takes.intersection(more)})
-            with self.mode:
-                signature = self.source.signature
-                return called(self.copies.forward, signature, twin, given, {WORD: 1, **more})
+            rest = {WORD: 1, **more} if self.facts.signature.more else {}
+            with self.mode, torch.set_grad_enabled(training):
+                return called(self.facts, twin, given, rest, forward=self.copies.forward)
 
         return call
 
@@ -190,7 +193,7 @@ class DeltaTrial(Trial):
         guesses = [n for n in ("hidden_states", *usual, *names) if n in names]
         reasons = []
         for self.hidden in dict.fromkeys(guesses):
-            self.cache, self.fixed = None, set(self.source.switches)
+            self.cache, self.fixed = None, set()
             self.mask = "attention_mask" if "attention_mask" in names else None
             try:
                 self.learned(self.first_runs)
@@ -199,9 +202,6 @@ class DeltaTrial(Trial):
                 reasons.append(error)
         else:
             raise reasons[0]
-        switches = self.source.switches & {self.hidden, self.cache, self.mask}
-        if switches:
-            raise Refused(f"its forward branches on {', '.join(sorted(switches))}")
 
     def first_runs(self) -> None:
         for training, T in itertools.product((False, True), (5, 1)):
@@ -230,6 +230,9 @@ class DeltaTrial(Trial):
             yield before - x
         if whole:
             yield forward(x)
+        if whole and self.facts.named:
+            for T in sizes_of(self.module, self.facts, self.width):
+                yield forward(self.inputs(1, T, dtype)[0])
         for B, lengths, records in self.USES if whole else ((2, (5, 1), False),):
             x, cache, mask = self.inputs(B, sum(lengths), dtype, index)
             layer = cache.layers[index]

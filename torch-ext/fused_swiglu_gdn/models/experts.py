@@ -1,27 +1,27 @@
 """Routed experts of transformers' models, served through transformers' own choice of experts
 implementation: no forward is replaced, so that expert parallelism and hooks stay as they are.
 
-A class is served if transformers dispatches its forward, its gate is the default one or one that
-can be read, and its own loop over the experts, run on small weights, gives the formula of
-experts/reference.py. All else is left to the implementation that was chosen before, or
-to transformers' grouped_mm where that was ours.
+A class is served if transformers dispatches its forward, and its gate and its own loop over the
+experts, run on small weights, give the formula of experts/reference.py. All else is left to the
+implementation that was chosen before, or to transformers' grouped_mm where that was ours.
 """
 
 import inspect
 import itertools
-from typing import Callable, Dict, Iterator, List, Optional, Tuple, Union
+from typing import Callable, Dict, Iterator, List, Optional, Set, Tuple, Union
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from ..experts import ops
 from ..experts.api import fused_experts
 from ..experts.call import ALPHA
 from ..layers.activations import activation_of
-from ..layers.own_code import Pinned, names_in, torchs_own
+from ..layers.pinned import Pinned
 from ..layers.plain import named_modules, told, why_not_tensor
 from ..runtime.dtypes import HALF
-from .code import BY_NAME, Refused
+from .code import Refused
 from .experts_trial import FLAGS, Form, computes
 from .fp8_experts import (
     form_of_fp8,
@@ -31,11 +31,12 @@ from .fp8_experts import (
     why_not_fp8_here,
 )
 from .mlp import NAMED
-from .reader import Source, read_method
+from .pins import Walk, names_in
 from .report import Row
 from .serving import BEFORE, is_of_transformers, say_once, why_not_on
 from .stand_ins import quiet
 from .trial import while_unchanged
+from .trust import code_of, is_named
 
 NAME = "fused_swiglu_gdn"
 STACKED = frozenset(("gate_up_proj", "up_proj"))  # weights of experts, of all of them in one
@@ -133,13 +134,14 @@ def _fall_back(self, reason: str, *args, **named) -> torch.Tensor:
 
 # the functions that were looked at, the form, and what the class's own loop calls by name
 _forms: Dict[type, tuple] = {}
+_named: Set[type] = set()  # classes that a user has named
 _loops: Dict[type, Callable] = {}  # over the experts, as the classes have it
 
 
 @torch.compiler.assume_constant_result
 def form_of(kind: type) -> Union[Form, str]:
     """The form of a class's experts, or why it is not served: a constant while tracing."""
-    functions = kind.forward, getattr(kind, "_apply_gate", None)
+    functions = kind.forward, getattr(kind, "_apply_gate", None), kind in _named
     return while_unchanged(_forms, kind, functions, _find)
 
 
@@ -155,35 +157,31 @@ def _find(kind: type) -> Tuple[Union[Form, str], Tuple[Pinned, ...]]:
     if names.get("experts_interface") is not moe.ALL_EXPERTS_FUNCTIONS:
         raise Refused("transformers does not choose the implementation of this class")
     _loops[kind] = names["original_forward"]
-    if BY_NAME & names_in(names["original_forward"]):
-        raise Refused("its forward asks for attributes by their names")
     flags = {**FLAGS, **inspect.getclosurevars(kind.__init__).nonlocals}
-    pinned = torchs_own(names["original_forward"])  # it is tried again when that has changed
+    named = kind in _named or None
+    forward = code_of(kind, named=named)  # it is tried again when that has changed
     reason, gate = "its formula is another", None
     forms = [Form(activation=name) for name in (None, *NAMED)]
     if kind._apply_gate is not moe._default_apply_gate:
         reason = "its gate is one of its own"
-        try:
-            gate = read_method(kind, "_apply_gate")
-            forms = list(_forms_of(gate))
-        except Refused:
-            return reason, (pinned,)
-    pins = (pinned,) if gate is None else (pinned, gate.pinned)
+        gate = code_of(kind, "_apply_gate", named)
+        forms = list(_forms_of(gate.walk))
+    pins = (forward.pins,) if gate is None else (forward.pins, gate.pins)
     with quiet():
         for form in forms:
             if computes(kind, names["original_forward"], form, flags):
                 return form, pins
-    return pinned.patched or reason, pins
+    return reason, pins
 
 
-def _forms_of(gate: Source) -> Iterator[Form]:
-    """Returns the possible forms of a gate, by what it reads and calls."""
-    if not {*gate.needs} <= {"clamp"} or not gate.parts <= {"act_fn"}:
-        return
-    for interleaved, limit in itertools.product((False, True), (None, *sorted(gate.reads))):
-        for activation in (None,) if gate.parts else NAMED:
+def _forms_of(gate: Walk) -> Iterator[Form]:
+    """Returns the possible forms of a gate, by the names in its code."""
+    names = {name for function in gate.walked for name in names_in(function.__code__)}
+    reads = sorted(names - {"act_fn", "torch", *dir(torch), *dir(F), *dir(torch.Tensor)})
+    for interleaved, limit in itertools.product((False, True), (None, *reads)):
+        for activation in (None,) if "act_fn" in names else NAMED:
             yield Form(limit, activation, None, interleaved)
-        for alpha in sorted(gate.reads):
+        for alpha in reads:
             yield Form(limit, "swigluoai", alpha, interleaved)
 
 
@@ -200,6 +198,8 @@ def experts_in(model: nn.Module) -> List[Tuple[str, nn.Module]]:
 
 def why_not_experts(module: nn.Module) -> Optional[str]:
     """Why a module of experts is not the formula, whatever the device; None if it is."""
+    if is_named(type(module)):
+        _named.add(type(module))
     form = form_of(type(module))
     if isinstance(form, str):
         return form

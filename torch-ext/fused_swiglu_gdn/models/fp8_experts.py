@@ -1,14 +1,15 @@
 """transformers' FP8Experts, the routed experts of checkpoints in FP8 with block scales: which are
 served, through transformers' own table of implementations (experts.py).
 
-The class's own loop over its experts is run on small weights in 16 and more bits, where it takes no
-scales; what it multiplies with in FP8, its method `linear`, is compared with what releases of
-transformers have. What does not fit a call is computed by the implementation that was chosen
-before, or by transformers' grouped_mm where that was ours.
+The class is transformers' own. Its loop over its experts is run on small weights in 16 and more
+bits, where it takes no scales; what it multiplies with in FP8, its method `linear`, is to give
+transformers' fp8_linear what it is given. What does not fit a call is computed by the
+implementation that was chosen before, or by transformers' grouped_mm where that was ours.
 """
 
 import inspect
 import sys
+from types import SimpleNamespace
 from typing import Callable, Dict, NamedTuple, Optional, Tuple, Union
 
 import torch
@@ -18,22 +19,24 @@ from ..experts.ops_fp8 import FP8, fp8_experts
 from ..fp8.call import BLOCK
 from ..layers.activations import activation_of
 from ..layers.fp8.weights import SCALES, SCHEME, takes
-from ..layers.own_code import Pinned, is_in_its_file, torchs_own
+from ..layers.own_code import is_in_its_file
+from ..layers.pinned import Pinned
 from ..layers.plain import PLAIN_TENSORS, why_not_tensor
-from .code import Refused, source_of, spelled
+from .code import Refused
 from .experts_trial import FLAGS, Form, computes
-from .fp8_linear import HOME, refuse_function, why_not_block, why_not_dtype
+from .fp8_linear import (
+    ARGUMENTS,
+    HOME,
+    given_to_products,
+    refuse_function,
+    why_not_block,
+    why_not_dtype,
+)
 from .serving import BEFORE, own_class, say_once, why_not_on
 from .stand_ins import quiet
 from .trial import while_unchanged
+from .trust import code_of
 
-_WIDE = "if weight.element_size() > 1:\n    return F.linear(input, weight, None)\n"
-LINEARS = (  # as FP8Linear's forwards
-    _WIDE + "return fp8_linear(input, weight, weight_scale_inv, self.block_size, "
-    "activation_scale=activation_scale, allow_deepgemm=not self._deepgemm_disabled)",
-    _WIDE + "return _apply_if_grad(FP8LinearFunction, fp8_linear, input, weight, "
-    "weight_scale_inv, self.block_size, None, activation_scale, not self._deepgemm_disabled)",
-)
 WEIGHTS = ("gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv")
 
 
@@ -72,9 +75,15 @@ def _find(kind: type) -> Tuple[Union[Fp8ExpertsForm, str], Tuple[Pinned, ...]]:
     chosen = names.get("experts_interface") is home.ALL_FP8_EXPERTS_FUNCTIONS
     if not chosen or not is_in_its_file(kind.forward, "transformers"):
         raise Refused("transformers does not choose the implementation of this class")
-    if spelled(source_of(kind.linear)) not in LINEARS:
-        raise Refused("its products are none that are known")
+    codes = [code_of(kind, name) for name in ("forward", "_apply_gate", "linear")]
     refuse_function(home)
+    weight, scale, x = (torch.ones(4, 4) for _ in range(3))
+    weight, block = weight.to(torch.float8_e4m3fn), (4, 4)
+    module = SimpleNamespace(block_size=block, _deepgemm_disabled=False, training=False)
+    found = given_to_products(codes[-1].inner, module, x, weight, scale)
+    given = [x, weight, scale, block, None, None, True]
+    if [[call.get(name) for name in ARGUMENTS] for call in found] != [given]:
+        raise Refused("its products are none that are known")
     loop = inspect.unwrap(kind.forward)
     names = {*kind._apply_gate.__code__.co_names} - {"act_fn", *dir(torch.Tensor)}
     unset = tuple(sorted(names))
@@ -83,16 +92,11 @@ def _find(kind: type) -> Tuple[Union[Fp8ExpertsForm, str], Tuple[Pinned, ...]]:
         **FLAGS, **dict.fromkeys(unset), "linear": kind.linear, "activation_scheme": SCHEME[1],
         "gate_up_proj_scale_inv": ones, "down_proj_scale_inv": ones,
     }  # fmt: skip
-    pinned = tuple([torchs_own(f) for f in (loop, kind._apply_gate, kind.linear)])
-    pinned[0].names += tuple(
-        (vars(kind), name, vars(kind).get(name)) for name in ("_apply_gate", "linear")
-    )
-    pinned[0].codes += ((home.fp8_linear, home.fp8_linear.__code__),)
+    pinned = tuple([code.pins for code in codes])
     with quiet():
         if not computes(kind, loop, Form(), FLAGS, **more):
             return "its formula is another", pinned
-    patched = next((pin.patched for pin in pinned if pin.patched), None)
-    return patched or Fp8ExpertsForm(unset, loop), pinned
+    return Fp8ExpertsForm(unset, loop), pinned
 
 
 def why_not_fp8_experts(module: nn.Module) -> Optional[str]:

@@ -1,13 +1,13 @@
 """transformers' FP8Linear, the linear of checkpoints in FP8 with block scales: which are served.
 
-Of its class the forward is compared with what releases of transformers have; its function
-fp8_linear is to have the known arguments. Both are looked at for patches in every call (Pinned).
+Of its class the forward is transformers' own, and calls its function fp8_linear, of the known
+arguments, with the tensors of its module. Both are looked at for patches in every call (Pinned).
 """
 
 import inspect
 import sys
-from types import ModuleType
-from typing import Dict, Optional, Tuple, Union
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Dict, List, Optional, Tuple, Union
 
 import torch
 from torch import nn
@@ -15,25 +15,16 @@ from torch import nn
 from ..fp8.call import BLOCK, ROWS, blocks_of
 from ..fp8.ops import PRODUCT
 from ..layers.fp8.weights import SCALES, SCHEME, Fp8Form, scheme_of
-from ..layers.own_code import Pinned, is_in_its_file, torchs_own
+from ..layers.own_code import is_in_its_file
+from ..layers.pinned import Pinned
 from ..layers.plain import why_not_tensor
 from ..layers.tensor_parallel import local, own_of_shards
-from .code import Refused, source_of, spelled
+from .code import Refused
 from .serving import own_class
 from .trial import while_unchanged
+from .trust import code_of
 
 HOME = "transformers.integrations.finegrained_fp8"
-_WIDE = "if self.weight.element_size() > 1:\n    return F.linear(input, self.weight, self.bias)\n"
-FORWARDS = (
-    # of transformers 5.17 to 5.21
-    _WIDE + "return fp8_linear(input, self.weight, self.weight_scale_inv, "
-    "block_size=self.block_size, activation_scale=self.activation_scale, bias=self.bias, "
-    "allow_deepgemm=not self._deepgemm_disabled)",
-    # since 5.22
-    _WIDE + "return _apply_if_grad(FP8LinearFunction, fp8_linear, input, self.weight, "
-    "self.weight_scale_inv, self.block_size, self.bias, self.activation_scale, "
-    "not self._deepgemm_disabled)",
-)
 ARGUMENTS = (
     "input", "weight", "weight_scale_inv", "block_size", "bias", "activation_scale",
     "allow_deepgemm",
@@ -68,13 +59,42 @@ def _find(kind: type) -> Tuple[Union[Fp8Form, str], Tuple[Pinned, ...]]:
         raise Refused(
             f"is a {kind.__name__}, not FP8Linear: its class multiplies in a way of its own"
         )
-    if spelled(source_of(kind.forward)) not in FORWARDS:
-        raise Refused("its forward is none that is known")
+    forward = code_of(kind)
     refuse_function(home)
-    pinned = torchs_own(kind.forward)
-    pinned.names += ((vars(kind), "forward", kind.forward),)
-    pinned.codes += ((home.fp8_linear, home.fp8_linear.__code__),)
-    return pinned.patched or Fp8Form(kind, pinned), (pinned,)
+    weight, scale, bias, x = (torch.ones(4, 4) for _ in range(4))
+    weight, block = weight.to(torch.float8_e4m3fn), (4, 4)
+    module = SimpleNamespace(
+        weight=weight, weight_scale_inv=scale, block_size=block, bias=bias, activation_scale=None,
+        _deepgemm_disabled=False, training=False,
+    )  # fmt: skip
+    given = {**dict(zip(ARGUMENTS, (x, weight, scale, block, bias, None))), ARGUMENTS[-1]: True}
+    if given_to_products(forward.inner, module, x) != [given]:
+        raise Refused("its forward multiplies in another way")
+    return Fp8Form(kind, forward.pins), (forward.pins,)
+
+
+def given_to_products(function: FunctionType, module: object, *args: object) -> List[dict]:
+    """The arguments with which a method calls fp8_linear, in place of which it finds a stub.
+
+    Tensors are those of the module: a dict compares them by identity.
+    """
+    found: List[dict] = []
+
+    def fp8_linear(*given, **words):
+        found.append({**dict(zip(ARGUMENTS, given)), **words})
+        return found
+
+    def apply_if_grad(_, function, *given):
+        return function(*given)
+
+    space = {**function.__globals__, "fp8_linear": fp8_linear, "_apply_if_grad": apply_if_grad}
+    cells = function.__closure__
+    copy = FunctionType(function.__code__, space, function.__name__, function.__defaults__, cells)
+    try:
+        result = copy(module, *args)
+    except Exception as error:
+        raise Refused(f"its forward raises {type(error).__name__} when tried") from None
+    return found if result is found else []
 
 
 def refuse_function(home: ModuleType) -> None:

@@ -1,7 +1,6 @@
 """Recognises the Gated DeltaNet layers that one of our layers computes the same.
 
-That is certain only if its class's forward, with all that it calls, is transformers' own code, has
-no way that a trial does not go, and gives what our layer gives in the trial. Its parts are found by
+Its class's forward gives what our layer gives in a trial. Its parts are found by
 their sizes; by their names where they are transformers' usual ones.
 """
 
@@ -15,12 +14,13 @@ from ..gdn.checks import MAX_HEAD_DIM
 from ..gdn_layer.checks import MAX_TAPS
 from ..layers.functions import is_gated_norm
 from ..layers.gdn import CACHE_NAMES, KNOWN, GdnForm, Known
-from ..layers.own_code import found_at, peeled, why_not_own
+from ..layers.own_code import peeled
+from ..layers.pinned import found_at
 from ..layers.plain import told, why_not_tensor
-from .code import BY_DTYPE, Refused, why_odd_class
-from .gdn_body import PACKED, GdnBody
+from .code import Refused, why_odd_class
+from .delta_trial import PACKED
+from .facts import read
 from .gdn_trial import Found, Roles, found_by, width_of
-from .reader import hooks_of, read
 from .serving import own_class
 from .stand_ins import features
 from .trial import form_key, plain_values, remembered
@@ -48,7 +48,6 @@ FAMILIES = {
     ),
 }  # fmt: skip
 VECTORS = ("A_log", "dt_bias")
-MORE = ("linear", "ones_like", "zeros_like")  # operations that a forward may have besides
 
 _forms: Dict[tuple, Union[Found, str]] = {}
 
@@ -133,33 +132,34 @@ def _form(module: nn.Module, parts: Parts) -> GdnForm:
     """Returns the form of a module that has the parts of a family; raises Refused, which says why
     nothing does: it has not the family's forward, sizes or plain weights."""
     kind = own_class(module)
-    why = why_not_own(peeled(kind.forward).forward)
-    if why is not None:
-        raise Refused(f"its forward {why}")
-    allowed = (BY_DTYPE, hooks_of(parts.names["conv1d"]), *MORE)
-    source = read(kind, module, *allowed, body=GdnBody)
-    if not source.forward.__globals__["__name__"].startswith("transformers.models."):
-        raise Refused("its forward is not that of a model of transformers")
+    facts = read(kind, module)
+    refuse_hooks(kind, parts.names["conv1d"])
     reason = _why_not_plain(module, parts)
     if reason is not None:
         raise Refused(reason)
     is_gated_norm(module._modules[parts.names[FAMILIES[parts.layer].norm]])  # traces cannot look
-    found = _found(module, kind, source, parts)
+    found = _found(module, kind, facts, parts)
     names, values = dict(found.roles.names), dict(found.roles.values)
     names["layer_idx"] = found.roles.index
     view = tuple(_view(module, names, values))
     read_by_ours = {*values, "training", found.roles.index, f"{names['conv1d']}.bias"}
     read_by_ours -= {name for name, *_ in view}
-    guards = plain_values(module, (source.guarded | source.reads) - read_by_ours)
+    guards = plain_values(module, facts.reads - read_by_ours)
     unknown = {*CACHE_NAMES, "hidden_states", "attention_mask"} - found.arguments.names
     arguments = found.arguments._replace(
-        own=found.arguments.own | unknown, names=found.arguments.names - set(PACKED)
+        own=(found.arguments.own - set(PACKED)) | unknown, names=found.arguments.names - set(PACKED)
     )
-    KNOWN[kind] = Known(source.pinned, frozenset(source.renamed | unknown))
+    KNOWN[kind] = Known(facts.pinned, frozenset(arguments.own))
     ours = getattr(layers, parts.layer)
-    return GdnForm(
-        ours, kind, arguments, found.cache, found.mask, tuple(guards.items()), source.checks, view
-    )
+    return GdnForm(ours, kind, arguments, found.cache, found.mask, tuple(guards.items()), (), view)
+
+
+def refuse_hooks(kind: type, conv: str) -> None:
+    """Raises Refused for a forward whose decorators call hooks of other parts than the convolution,
+    whose weight ours reads."""
+    hooked = sorted(peeled(kind.forward).hooked - {conv})
+    if hooked:
+        raise Refused(f"its forward calls hooks of {', '.join(hooked)}")
 
 
 def _view(module: nn.Module, names: dict, values: dict) -> Iterator[tuple]:
@@ -178,12 +178,12 @@ def _view(module: nn.Module, names: dict, values: dict) -> Iterator[tuple]:
             raise Refused(f"it has another {name}")
 
 
-def _found(module: nn.Module, kind: type, source, parts: Parts) -> Found:
-    numbers = [n for n, v in plain_values(module, source.reads).items() if type(v) is int]
+def _found(module: nn.Module, kind: type, facts, parts: Parts) -> Found:
+    numbers = [n for n, v in plain_values(module, facts.reads).items() if type(v) is int]
     index = next((n for n in ("layer_idx", *numbers) if n in numbers and "idx" in n), "layer_idx")
-    values = plain_values(module, source.reads - {"training", index})
+    values = plain_values(module, facts.reads - {"training", index})
     known = {*module._modules, *module._parameters, "training", index}
-    for path in sorted(source.reads):
+    for path in sorted(facts.reads):
         if path not in values and path.split(".")[0] not in known:
             if found_at(module, path) is not None or not hasattr(module, path.split(".")[0]):
                 raise Refused(f"its forward reads {path}")
@@ -193,17 +193,17 @@ def _found(module: nn.Module, kind: type, source, parts: Parts) -> Found:
     shapes = [(n, type(p), features(p)) for n, p in module._modules.items()]
     shapes += [(n, told(p, "shape")) for n, p in module._parameters.items()]
     conv = module._modules[parts.names["conv1d"]]
-    key = (*form_key(module, kind, source, values), tuple(shapes), conv.weight.shape,
+    key = (*form_key(module, kind, facts, values), tuple(shapes), conv.weight.shape,
            conv.bias is None, repr(sorted(_sizes(module).items())))  # fmt: skip
-    candidates = _candidates(module, source, index)
-    return remembered(_forms, key, found_by, module, kind, source, candidates)
+    candidates = _candidates(module, facts, index)
+    return remembered(_forms, key, found_by, module, kind, facts, candidates)
 
 
 def _sizes(module: nn.Module) -> dict:
     return {n: v for n, v in module.__dict__.items() if type(v) is int and n != "layer_idx"}
 
 
-def _candidates(module: nn.Module, source, index: str) -> Iterator[Roles]:
+def _candidates(module: nn.Module, facts, index: str) -> Iterator[Roles]:
     """Returns the possible parts, sizes and flags."""
     for parts in parts_of(module):
         family = FAMILIES[parts.layer]

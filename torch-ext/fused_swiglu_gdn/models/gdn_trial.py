@@ -12,7 +12,8 @@ from .. import layers
 from ..layers.forward import Arguments
 from ..runtime.device import pretending
 from .delta_trial import EPS, DeltaTrial, Packing
-from .stand_ins import Part, put, quiet, random, twin_of
+from .handed import put
+from .stand_ins import Part, quiet, random, twin_of
 from .trial import plain_values
 
 
@@ -43,10 +44,10 @@ class _Trial(DeltaTrial):
     }  # fmt: skip
     PACKING = Packing("cu_seqlens", "seq_idx")
 
-    def __init__(self, module: nn.Module, kind: type, source, roles: Roles):
-        super().__init__(module, kind, source)
+    def __init__(self, module: nn.Module, kind: type, facts, roles: Roles):
+        super().__init__(module, kind, facts)
         self.roles = roles
-        numbers = plain_values(module, source.reads).items()
+        numbers = plain_values(module, facts.reads).items()
         sizes = {name for name, value in numbers if type(value) is int}
         self.small = sizes <= {*dict(roles.values), roles.index}
 
@@ -119,11 +120,11 @@ class _View:
         self.__dict__.update(attributes)
 
 
-def found_by(module: nn.Module, kind: type, source, candidates) -> Found:
+def found_by(module: nn.Module, kind: type, facts, candidates) -> Found:
     """Returns the role of each part and argument; raises Refused."""
     first = next(candidates)
     with quiet(), pretending(None):
-        trial = _Trial(module, kind, source, first)
+        trial = _Trial(module, kind, facts, first)
         trial.find_roles()
         roles = trial.same_as(itertools.chain([first], candidates))
     return Found(roles, trial.arguments(), trial.cache, trial.mask)

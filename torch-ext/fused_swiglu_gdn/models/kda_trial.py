@@ -18,9 +18,10 @@ from ..layers.kda import Roles
 from ..runtime.device import pretending
 from .code import Refused
 from .delta_trial import EPS, VALUES, Copies, DeltaTrial, Packing, ReadsNoValues
+from .facts import Facts
+from .handed import put
 from .kda_flows import Flows, rescaled
-from .reader import Source
-from .stand_ins import Part, put, quiet, random, twin_of
+from .stand_ins import Part, quiet, random, twin_of
 from .trial import plain_values
 
 # gates on both sides of what they bend at, and one whose exponential fp32 has not
@@ -34,7 +35,7 @@ class Inner(NamedTuple):
     path: str  # "" of the layer
     module: nn.Module
     kind: type
-    source: Source
+    facts: Facts
 
     def below(self, name: str) -> str:
         return f"{self.path}.{name}" if self.path else name
@@ -148,9 +149,9 @@ class _Trial(DeltaTrial):
 
     def __init__(self, layout: Layout, inner: Tuple[Inner, ...]):
         layer = inner[0]
-        super().__init__(layer.module, layer.kind, layer.source)
+        super().__init__(layer.module, layer.kind, layer.facts)
         self.layout, self.inner = layout, {each.path: each for each in inner}
-        more = {each.path: Copies(each.kind, each.source, self.PACKING) for each in inner[1:]}
+        more = {each.path: Copies(each.kind, each.facts, self.PACKING) for each in inner[1:]}
         self.copied = {"": self.copies, **more}
         self.index: Optional[str] = None
         self.met: Optional[set] = None  # indices of the cache's layers, where they are looked for
@@ -199,7 +200,7 @@ class _Trial(DeltaTrial):
         """Values of numbers that the forwards read, by their paths."""
         found = {}
         for each in self.inner.values():
-            for name, value in plain_values(each.module, each.source.reads).items():
+            for name, value in plain_values(each.module, each.facts.reads).items():
                 path = each.below(name)
                 if type(value) in (int, float) and value < 0:
                     found[path] = self.bound
@@ -319,7 +320,7 @@ class _Trial(DeltaTrial):
         """Attributes of some types that the forwards read, by their paths."""
         found = {}
         for each in self.inner.values():
-            for name, value in plain_values(each.module, each.source.reads).items():
+            for name, value in plain_values(each.module, each.facts.reads).items():
                 if type(value) in kinds:
                     found[each.below(name)] = value
         return found

@@ -1,8 +1,7 @@
 """Recognises the Kimi Delta Attention layers that layers/kda.py computes.
 
-That is certain only if the forwards of its class and of the parts that have parts of their own, as
-a forget gate's, are transformers' own code with all that they call, can be read, and give what ours
-gives on a small twin. The role of each part follows from what the forward does with it.
+The forwards of its class, and of the parts that have parts of their own, as a forget gate's, give
+what ours gives on a small twin. The role of each part follows from what the forward does with it.
 """
 
 import collections
@@ -16,13 +15,13 @@ from ..gdn_layer.checks import MAX_TAPS
 from ..layers.functions import is_gated_norm
 from ..layers.gdn import CACHE_NAMES
 from ..layers.kda import KdaForm, Owner
-from ..layers.own_code import found_at, peeled, why_not_own
+from ..layers.pinned import found_at
 from ..layers.plain import told, why_not_tensor
-from .code import BY_DTYPE, GATES, Refused, why_odd_class
-from .gated_delta_net import MORE, is_depthwise
-from .gdn_body import PACKED, GdnBody
+from .code import Refused, why_odd_class
+from .delta_trial import PACKED
+from .facts import read
+from .gated_delta_net import is_depthwise, refuse_hooks
 from .kda_trial import Found, Inner, Layout, found_by, index_of
-from .reader import hooks_of, read
 from .serving import own_class
 from .stand_ins import features
 from .trial import form_key, plain_values, remembered
@@ -128,16 +127,16 @@ def _form(module: nn.Module, layout: Layout) -> KdaForm:
     ours = {found.roles.index, found.roles.bound, "training", f"{layout.conv}.bias"}
     owners = []
     for each in inner:
-        names = [n for n in each.source.guarded | each.source.reads if each.below(n) not in ours]
+        names = [n for n in each.facts.reads if each.below(n) not in ours]
         guards = tuple(plain_values(each.module, names).items())
-        owners.append(Owner(each.path, each.kind, each.source.pinned, guards))
+        owners.append(Owner(each.path, each.kind, each.facts.pinned, guards))
     layer = inner[0]
     unknown = {*CACHE_NAMES, "hidden_states", "attention_mask"} - found.arguments.names
     arguments = found.arguments._replace(
-        own=found.arguments.own | unknown, names=found.arguments.names - set(PACKED)
+        own=(found.arguments.own - set(PACKED)) | unknown, names=found.arguments.names - set(PACKED)
     )
     return KdaForm(
-        layer.kind, arguments, found.cache, found.mask, layer.source.checks, tuple(owners),
+        layer.kind, arguments, found.cache, found.mask, (), tuple(owners),
         found.roles,
     )  # fmt: skip
 
@@ -152,41 +151,34 @@ def _inner(module: nn.Module, layout: Layout) -> Iterator[Inner]:
 
 def _read(path: str, module: nn.Module, layout: Layout) -> Inner:
     kind = own_class(module)
-    why = why_not_own(peeled(kind.forward).forward)
-    if why is not None:
-        raise Refused(f"its forward {why}")
-    allowed = (BY_DTYPE, *MORE, *GATES, "compare", *(() if path else (hooks_of(layout.conv),)))
-    source = read(kind, module, *allowed, body=GdnBody)
-    if not source.forward.__globals__["__name__"].startswith("transformers.models."):
-        raise Refused("its forward is not that of a model of transformers")
-    if path and (source.checks or source.switches):
-        raise Refused(f"the forward of {path} branches on what it is given")
+    facts = read(kind, module)
+    refuse_hooks(kind, "" if path else layout.conv)
     more = ("__call__",) if path else ()
     reason = why_odd_class(kind, [*module._modules, *module._parameters], *more)
     if reason is not None:
         raise Refused(reason)
-    values = plain_values(module, source.reads)
+    values = plain_values(module, facts.reads)
     known = {*module._modules, *module._parameters, "training"}
-    for name in sorted(source.reads):
+    for name in sorted(facts.reads):
         if name not in values and name.split(".")[0] not in known:
             if found_at(module, name) is not None or not hasattr(module, name.split(".")[0]):
                 raise Refused(f"its forward reads {name}")
-    return Inner(path, module, kind, source)
+    return Inner(path, module, kind, facts)
 
 
 def _found(layout: Layout, inner: Tuple[Inner, ...]) -> Found:
     """The roles of a layer's parts and arguments, remembered for the layers of a class."""
     values = {}
     for each in inner:
-        found = plain_values(each.module, each.source.reads)
+        found = plain_values(each.module, each.facts.reads)
         values.update((each.below(name), value) for name, value in found.items())
-    code = tuple([(each.path, each.kind, each.source.pinned.codes) for each in inner])
+    code = tuple([(each.path, each.kind, each.facts.pinned.codes) for each in inner])
     if code not in _indices:
         _indices[code] = index_of(layout, inner)
     index = _indices[code]
     values.pop(index, None)
     layer = inner[0]
-    of_class = form_key(layer.module, layer.kind, layer.source, values)
+    of_class = form_key(layer.module, layer.kind, layer.facts, values)
     biased = layer.module.get_submodule(layout.conv).bias is not None
     linears, vectors = map(tuple, (layout.linears.items(), layout.vectors.items()))
     key = code, of_class, linears, vectors, layout[1:3], layout[4:], biased

@@ -1,12 +1,11 @@
 """Recognises modules of multi-head latent attention, by a trial of their class's own forward.
 
-The forward and all that it calls are transformers' own. It runs on stubs in fp64: what the cache's
+The forward runs on stubs in fp64: what the cache's
 update, the attention function and the parts get, and its result, say which part makes what, how
 queries and keys are turned, and whether layers/latent_attention.py computes the same.
 """
 
 import contextlib
-from types import FunctionType
 from typing import Iterator, NamedTuple, Optional, Tuple
 
 import torch
@@ -14,14 +13,15 @@ from torch import nn
 
 from ..layers.forward import Word, Words
 from ..layers.latent_attention import POSITION_SCALE, LatentForm, scale_by_position
-from ..layers.own_code import NotOwn, names_in, own_names, peeled, undispatched, why_not_own
-from .attention_learning import CASES, FIRST, Case, Run
+from ..layers.pinned import GIVEN
+from .attention_learning import FIRST, Case, Run
 from .attention_trial import AttentionTrial, asks_for_attention, form_by
-from .code import Refused, members_of
-from .reader import Source
+from .code import Refused
+from .facts import read
+from .handed import Cache, Interface, put
 from .serving import own_class
-from .stand_ins import F64, Cache, Interface, KeepsFp64, features, put, random, same, twin_of
-from .trial import PLAIN_VALUES, WORD, alike, called, plain_values, toggles
+from .stand_ins import F64, KeepsFp64, features, random, same, twin_of
+from .trial import alike, called, toggles
 
 POSITIONS = frozenset(POSITION_SCALE)
 ROTARY = (None, "halves", "pairs", "pairs_to_halves")
@@ -44,7 +44,7 @@ def latent_form(module: nn.Module) -> LatentForm:
     for name, part in module._modules.items():
         if part is not None and any(map(features, part._modules.values())):
             raise Refused(f"its part {name} chooses the slots that it attends to")
-    return form_by(LatentTrial, module, _source(module))
+    return form_by(LatentTrial, module, read(own_class(module), module))
 
 
 def is_latent(module: nn.Module) -> bool:
@@ -66,49 +66,6 @@ def _norm_widths(module: nn.Module) -> Iterator[int]:
             yield len(weight)
 
 
-def _source(module: nn.Module) -> Source:
-    """What the forward of the module's class consists of; raises Refused unless all of it is
-    transformers' own."""
-    kind, source = own_class(module), Source()
-    found = peeled(kind.forward)
-    functions = [found.forward]
-    for function in functions:  # which grows
-        for name in names_in(function):
-            method = members_of(kind).get(name)
-            inner = name in vars(nn.Module) or not isinstance(method, FunctionType)
-            if not inner and method not in functions:
-                functions.append(method)
-                source.methods.add(name)
-    try:
-        for function in functions:
-            why = why_not_own(function)
-            if why is not None:
-                raise NotOwn(why)
-            source.names += own_names(function)
-    except NotOwn as why:
-        raise Refused(f"its forward {why}") from None
-    if not found.forward.__globals__["__name__"].startswith("transformers.models."):
-        raise Refused("its forward is not that of a model of transformers")
-    for name in ("forward", *source.methods):
-        space = next(vars(base) for base in kind.__mro__ if name in vars(base))
-        source.names.append((space, name, space[name]))
-    plain = [undispatched(value) for _, _, value in source.names]
-    functions += [value for value in plain if isinstance(value, FunctionType)]
-    source.codes = [(function, function.__code__) for function in dict.fromkeys(functions)]
-    for name in sorted(set().union(*map(names_in, functions))):
-        if isinstance(module.__dict__.get(name), PLAIN_VALUES) or name in _nothing(module):
-            source.reads.add(name)
-        elif isinstance(getattr(module.config, name, None), PLAIN_VALUES):
-            source.reads.add(f"config.{name}")
-    source.renamed, source.parts = set(found.renamed), set(module._modules)
-    return source.ended(found.forward)
-
-
-def _nothing(module: nn.Module) -> set:
-    """Names of attributes that are None."""
-    return {name for name, value in module.__dict__.items() if value is None}
-
-
 class LatentTrial(AttentionTrial):
     """A trial of a class with latents in its cache. `D`: R, the width of the rotary tables."""
 
@@ -128,14 +85,15 @@ class LatentTrial(AttentionTrial):
             self.complex = True
         super().learn(what)
 
-    def called(self, case: Case, dtype=F64, values=None, absent=frozenset()) -> Run:
+    def called(self, case: Case, values=None, absent=frozenset()) -> Run:
+        dtype = case.dtype
         own = {n: p.to(dtype) for n, p in self.own.items()}
         twin = twin_of(self.module, self.kind, self.parts, own)
         twin.__dict__["training"] = case.training
-        twin.__dict__.update(self.values)
+        twin.__dict__.update({**self.watched, **self.values})
         put(twin, values or {})
-        x = random(case.B, case.T, self.width, seed=1, dtype=dtype).clone()
-        tables = self.tables_of(case, dtype)
+        before = self.input(case)
+        x, tables = before.clone(), self.tables_of(case, dtype)
         given = {
             self.hidden: x, self.tables: tables, self.cache: Cache(self.cache),
             self.mask: self.opaque[self.mask] if case.masked else None,
@@ -143,18 +101,17 @@ class LatentTrial(AttentionTrial):
         }  # fmt: skip
         if not case.cached:
             given[self.cache] = None
-        self.log, word = [], object()
+        self.log, rest = [], self.unknown_words(case.words)
         log, given = self.log, self.given(given, absent)
         self.interface = interface = Interface(log)
-        with KeepsFp64() if self.has_float else contextlib.nullcontext():
-            forward, signature = self.source.forward, self.source.signature
-            result = called(forward, signature, twin, dict(given), {WORD: word})
+        with KeepsFp64() if self.has_float and dtype is F64 else contextlib.nullcontext():
+            result = called(self.facts, twin, given, rest, case.by_position)
         self.log = []
-        if not torch.equal(x, random(case.B, case.T, self.width, seed=1, dtype=dtype)):
+        if not torch.equal(x, before):
             raise Refused("its forward writes to its input")
         if len(interface.calls) != 1 or len(interface.asked) != 1:
             raise Refused("it does not call one attention function, by its configuration")
-        return Run(twin, x, tables, given, word, interface, log, result)
+        return Run(twin, x, tables, given, rest, interface, log, result)
 
     def tables_of(self, case: Case, dtype):
         """cos and sin [B or 1, T, R], or one complex tensor [B or 1, T, R / 2]."""
@@ -188,22 +145,26 @@ class LatentTrial(AttentionTrial):
         outs = [size[1] for size in sizes if len(size) == 2 and size[0] == self.width]
         yield from dict.fromkeys(out - C for out in outs for C in norms if out > C)
 
-    def form(self, known: tuple) -> LatentForm:
+    def form(self, values: dict) -> LatentForm:
         first, training = self.first()
         if self.cache is None:
             raise Refused("it has no cache")
-        self.travelling = self.those_travelling(first)
         self.calls, self.training_words = self.calls_of(first), self.calls_of(training)[1]
-        for case in CASES:
-            self.check(case, self.called(case))
-        for absent in toggles(self.others(), self.source.asked):
+        for case in self.cases():
+            if case.dtype is F64:
+                self.check(case, self.called(case))
+        for absent in toggles(self.others()):
             self.check(FIRST, self.called(FIRST, absent=absent))
         self.handed = self.those_handed()
-        self.keeps_dtype()
+        run = self.called(FIRST._replace(dtype=torch.bfloat16))
+        left = (*run.interface.calls[0][1:4], run.result[0])
+        if {x.dtype for x in left} != {torch.bfloat16}:
+            raise Refused("it changes the dtype")
         implementation, words, index, updates, updates_with = self.calls
-        values = plain_values(self.module, self.source.reads - self.handed - {"training"})
+        guards = self.guards({n: v for n, v in values.items() if n not in self.handed})
+        guards.update(dict.fromkeys(self.given_on(), GIVEN))
         return LatentForm(
-            *known, tuple(values.items()), self.arguments(), self.source.checks, self.tables,
+            self.kind, self.facts.pinned, tuple(guards.items()), self.arguments(), (), self.tables,
             self.cache, self.mask, self.positions if self.scaled else None, index, updates,
             updates_with, *self.plan, self.sizes, implementation, words, self.training_words,
             self.rests, self.eager,
@@ -218,7 +179,7 @@ class LatentTrial(AttentionTrial):
             raise Refused("it changes the attention mask, or keeps keyword arguments back")
         asked, words, index, updates, updates_with = self.calls
         words = self.training_words if case.training else words
-        found, rest = {"asked": run.interface.asked[0][0], "words": keywords}, self.rest(run)
+        found, rest = {"asked": run.interface.asked[0][0], "words": keywords}, run.rest
         table = [asked._replace(name="asked"), Word("words", "dict", words)]
         if case.cached:
             ((_, _, layer, positional, more),) = run.given[self.cache].calls

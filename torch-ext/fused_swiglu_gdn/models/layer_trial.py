@@ -1,10 +1,9 @@
-"""In what order a decoder layer calls its parts and adds them up, told by its source and a trial.
+"""In what order a decoder layer calls its parts and adds them up, told by a trial.
 
 The class's forward and ours run on parts that remember what they are given.
 """
 
 import itertools
-import operator
 from typing import Dict, Iterator, NamedTuple, Optional, Tuple, Union
 
 import torch
@@ -14,23 +13,37 @@ from ..layers.decoder import Call, Decoder, LayerForm, Order
 from ..layers.forward import Word
 from .attention_trial import is_attention
 from .code import Refused
+from .facts import read
 from .gated_delta_net import is_gated_delta_net
 from .norm_trial import norm_in
-from .reader import read
 from .serving import own_class
-from .stand_ins import SIZES, Block, is_identity, quiet, random, same, twin_of
+from .stand_ins import (
+    F64,
+    FREE,
+    SIZES,
+    Block,
+    is_identity,
+    mixed,
+    quiet,
+    random,
+    same,
+    twin_of,
+)
 from .trial import (
-    WORD,
     Trial,
+    alike,
     called,
     form_key,
+    modes_of,
     plain_values,
     refuse_odd_module,
     remembered,
+    sizes_of,
     toggles,
 )
 
 OF_HIDDEN = (*SIZES, "part", "__add__", "__radd__")  # what hidden states alone are read for
+DTYPES = F64, torch.bfloat16, torch.float16, torch.float32
 OUTPUTS = ((2, 1), (1, 1), (1, 2), (2, 2), (3, 1), (3, 2))  # of mixer and MLP
 
 _forms: Dict[tuple, Union[LayerForm, str]] = {}
@@ -58,25 +71,25 @@ def _norms(part: Optional[nn.Module]) -> bool:
 def layer_form(module: nn.Module) -> LayerForm:
     """The form of a decoder layer; raises Refused with the reason why it is none of ours."""
     kind = own_class(module)
-    source = read(kind, module)
-    values = plain_values(module, source.reads)
+    facts = read(kind, module)
+    values = plain_values(module, facts.reads - {"training"})
     modules = {n: m for n, m in module._modules.items() if m is not None}
     plain = {n for n, m in modules.items() if is_identity(m)}
     norms = {n for n, m in modules.items() if n not in plain and norm_in(m) is not None}
     parts = tuple([(n, n in norms, n in plain) for n in modules])
-    key = (*form_key(module, kind, source, values), parts, bool(module._parameters))
-    return remembered(_forms, key, _find, module, kind, source, values, norms, plain)
+    key = (*form_key(module, kind, facts, values), parts, bool(module._parameters))
+    return remembered(_forms, key, _find, module, kind, facts, values, norms, plain)
 
 
-def _find(module, kind, source, values, norms, plain) -> LayerForm:
+def _find(module, kind, facts, values, norms, plain) -> LayerForm:
     if any(p is not None for p in module._parameters.values()):
         raise Refused("it has parameters of its own")
-    refuse_odd_module(module, kind, source, (*values, *module._modules))
+    refuse_odd_module(module, kind, facts, (*values, *module._modules))
     reasons = []
     with quiet():
         for outputs in OUTPUTS:
             try:
-                form = _Trial(module, kind, source, norms, plain, outputs).form(values)
+                form = _Trial(module, kind, facts, norms, plain, outputs).form(values)
             except Refused as why:
                 reasons.append(str(why))
                 continue
@@ -94,7 +107,7 @@ class Run(NamedTuple):
     twin: nn.Module
     x: torch.Tensor
     given: dict
-    word: object
+    rest: dict  # keywords for which the forward has no name
     log: list
     out: object
 
@@ -104,8 +117,8 @@ class _Trial(Trial):
 
     READS = {"hidden": lambda how, optional: not optional or how in OF_HIDDEN}
 
-    def __init__(self, module, kind, source, norms, plain, outputs: Tuple[int, int]):
-        super().__init__(module, kind, source)
+    def __init__(self, module, kind, facts, norms, plain, outputs: Tuple[int, int]):
+        super().__init__(module, kind, facts)
         self.norms, self.plain, self.outputs = norms, tuple(plain), outputs
         self.parts = dict(module._modules)
         for i, name in enumerate(self.parts):
@@ -117,26 +130,37 @@ class _Trial(Trial):
         run = self.learned(self.run)
         if self.hidden is None:
             raise Refused("none of its arguments reaches its parts")
-        self.travelling = self.those_travelling(run)
-        facts = self.kind, self.source.pinned, tuple(values.items()), self.arguments()
+        known = self.kind, FREE, (), self.arguments(), ()
         scales = (None, *(n for n, v in values.items() if type(v) is float))
         for order, scale in itertools.product(_orders(run.log, self.norms), scales):
             calls = [self.call(name, run) for name in (order.mixer, order.mlp)]
-            form = LayerForm(*facts, self.source.checks, order, scale, *calls, self.plain)
+            form = LayerForm(*known, order, scale, *calls, self.plain)
             if self.agrees(Decoder(form), run):
                 break
         else:
             raise Refused("it adds its parts up in another way")
-        for absent in toggles(self.others(), self.source.asked):
-            if not self.agrees(Decoder(form), self.run(absent=absent)):
+        ours = Decoder(form)
+        for given in self.further():
+            if not self.agrees(ours, self.run(**given)):
                 raise Refused("its forward depends on the call")
-        return form
+        return form._replace(pinned=self.facts.pinned, guards=tuple(self.guards(values).items()))
 
-    def again(self, absent: frozenset) -> Run:
-        return self.run(absent=absent)
-
-    def keywords_in(self, run: Run) -> list:
-        return [entry[-1] for entry in run.log]
+    def further(self) -> Iterator[dict]:
+        """The arguments of further runs: each size, dtype and kind of values with other arguments
+        left out."""
+        sizes, modes = sizes_of(self.module, self.facts), modes_of(self.module, self.facts)
+        every = [*toggles(self.others())] + [frozenset()] * len(sizes) * len(modes)
+        for i, absent in enumerate(every):
+            T = sizes[i % len(sizes)]
+            B, dtype = (1, F64) if T > 66 else ((2, 1, 9)[i % 3], DTYPES[i % len(DTYPES)])
+            if i % 4 == 1:
+                x = random(B, T, 4, seed=3).abs().mul(1 - i % 8).to(dtype)
+            else:
+                x = mixed(B, T, 4, seed=2, dtype=dtype)
+            yield {
+                "absent": absent, "x": x, "words": (1, 0, 3)[i % 3], "by_position": i % 5 == 0,
+                "training": modes[i // len(sizes) % len(modes)],
+            }  # fmt: skip
 
     def begin(self, flat: Optional[str] = None) -> list:
         """Begins a new log, which is returned; `flat`: see Block."""
@@ -145,15 +169,22 @@ class _Trial(Trial):
         self.counts = itertools.chain([first], itertools.repeat(second))
         return self.log
 
-    def run(self, flat: Optional[str] = None, absent=frozenset()) -> Run:
+    def run(
+        self, flat: Optional[str] = None, absent=frozenset(), x: Optional[torch.Tensor] = None,
+        words: int = 1, by_position: bool = False, training: Optional[bool] = None,
+    ) -> Run:  # fmt: skip
         """One run of the class's forward, where some arguments are left at their defaults."""
-        log, x = self.begin(flat), random(5, 4, 16, seed=1).clone()
+        before = random(5, 4, 16, seed=1) if x is None else x
+        log, x = self.begin(flat), before.clone()
         given = self.given({self.hidden: x}, absent)
-        twin, word = twin_of(self.module, self.kind, self.parts), object()
-        out = called(self.source.forward, self.source.signature, twin, dict(given), {WORD: word})
-        if not same(x, random(5, 4, 16, seed=1)):
+        twin, rest = twin_of(self.module, self.kind, self.parts), self.unknown_words(words)
+        twin.__dict__.update(self.watched)
+        if training is not None:
+            twin.__dict__["training"] = training
+        out = called(self.facts, twin, given, rest, by_position)
+        if not torch.equal(x, before):
             raise Refused("its forward writes to its input")
-        return Run(twin, x, given, word, log, out)
+        return Run(twin, x, given, rest, log, out)
 
     def call(self, name: str, run: Run) -> Call:
         """Returns where a part's arguments come from."""
@@ -180,7 +211,7 @@ class _Trial(Trial):
     def agrees(self, ours: Decoder, run: Run) -> bool:
         """Our layer gives its parts what the class's forward has given them, and gives the same."""
         log = self.begin()
-        out = ours.served(run.twin, run.x, run.given, self.rest(run))
+        out = ours.served(run.twin, run.x, run.given, run.rest)
         return same(out, run.out) and len(log) == len(run.log) and all(map(_alike, log, run.log))
 
 
@@ -189,9 +220,7 @@ def _alike(mine: tuple, theirs: tuple) -> bool:
     (name, x, _, place, after, words), (other, y, _, where, rest, more) = mine, theirs
     right = name == other and same(x, y) and (place == where or not (rest or more))
     right = right and len(after) == len(rest) and words.keys() == more.keys()
-    return right and all(
-        map(operator.is_, (*after, *words.values()), (*rest, *map(more.get, words)))
-    )
+    return right and alike([*after, words], [*rest, more])
 
 
 def _orders(log: list, norms: set) -> Iterator[Order]:

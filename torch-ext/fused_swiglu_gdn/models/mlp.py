@@ -1,6 +1,6 @@
 """Gated MLPs, down(act(gate(x)) * up(x)): recognises them and decides which can be replaced.
 
-The forward of a module's class is read (code.py) and run on stub parts. Each product of a stub has
+The forward of a module's class is run on stub parts. Each product of a stub has
 numbers of its own and the activation is no function of torch, so that a forward with other parts,
 or another order, gives other numbers; the roles gate, up and down follow from agreement. A module
 is replaced if nothing in its class or on the instance stands between the forward and its parts, and
@@ -20,11 +20,20 @@ from ..layers.activations import activation_of
 from ..layers.plain import told, why_not_linear, why_patched
 from ..layers.swiglu import DROPOUTS, Form, Roles
 from ..swiglu.reference import ACTIVATIONS
-from .code import BY_DTYPE, BY_WORDS, Refused, why_odd_class
-from .reader import Source, read
+from .code import Refused, why_odd_class
+from .facts import BY_DTYPE, Facts, read
 from .serving import own_class
-from .stand_ins import Raises, features, has_form_of, quiet, random, result_of, twin_of
-from .trial import form_key, only_argument, plain_values, remembered
+from .stand_ins import (
+    Raises,
+    features,
+    has_form_of,
+    mixed,
+    quiet,
+    random,
+    result_of,
+    twin_of,
+)
+from .trial import alike, form_key, modes_of, only_argument, plain_values, remembered, sizes_of
 
 # the parts by which a module that is left alone is known to be a gated MLP: the report names it
 KNOWN_PARTS = (
@@ -69,23 +78,23 @@ def gated_mlp(module: nn.Module) -> Optional[Tuple[str, Optional[str], Optional[
 
 def _form(module: nn.Module) -> Form:
     kind = own_class(module)
-    source = read(kind, module, BY_DTYPE, BY_WORDS)
-    free = (source.rates | {"training"}) - source.guarded
-    biases = {f"{name}.bias" for name in _read_directly(module, source)}
-    values = plain_values(module, (source.reads | biases) - free)
-    key = form_key(module, kind, source, values)
+    facts = read(kind, module)
+    values = plain_values(module, facts.reads - facts.rates - {"training"})
+    biased = [
+        (n, module._modules[n].bias is not None) for n in sorted(_read_directly(module, facts))
+    ]
+    key = (*form_key(module, kind, facts, values), *biased)
     key += (tuple([(n, _sort(part)) for n, part in module._modules.items()]), why_patched())
-    found = remembered(_found, key, _find, module, kind, source)
-    for name in source.rates:
+    found = remembered(_found, key, _find, module, kind, facts)
+    for name in facts.rates:
         if not isinstance(module.__dict__.get(name), (int, float)):
             raise Refused(f"{name} is no number")
-    guards = tuple(values.items())
-    return Form(kind, source.pinned, guards, source.checks, *found)
+    return Form(kind, facts.pinned, tuple(values.items()), (), *found)
 
 
-def _read_directly(module: nn.Module, source: Source) -> set:
+def _read_directly(module: nn.Module, facts: Facts) -> set:
     """Products whose weights the forward reads: it may compute with them itself."""
-    names = {path.split(".")[0] for path in source.reads if path.endswith((".weight", ".bias"))}
+    names = {path.split(".")[0] for path in facts.direct}
     return {name for name in names if features(module._modules.get(name))}
 
 
@@ -95,17 +104,17 @@ def _sort(part: nn.Module) -> str:
     return "dropout" if type(part) in DROPOUTS else "other"
 
 
-def _find(module: nn.Module, kind: type, source: Source) -> Tuple[str, Roles]:
+def _find(module: nn.Module, kind: type, facts: Facts) -> Tuple[str, Roles]:
     """The argument's name and the roles of the parts; raises Refused if they are uncertain."""
     reason = why_patched()
-    names = (*source.parts, *source.rates, "training")
+    names = (*facts.parts, *facts.rates, "training")
     reason = reason or why_odd_class(kind, names, "__call__")
-    reason = reason or _why_no_modules(module, source)
+    reason = reason or _why_no_modules(module, facts)
     if reason is not None:
         raise Refused(reason)
-    argument, reasons = only_argument(source), []
-    for roles in _candidates(module, source):
-        reason = _why_another_formula(module, kind, source, roles)
+    argument, reasons = only_argument(facts), []
+    for roles in _candidates(module, facts):
+        reason = _why_another_formula(module, kind, facts, roles)
         if reason is None:
             return argument, roles
         reasons.append(reason)
@@ -113,8 +122,8 @@ def _find(module: nn.Module, kind: type, source: Source) -> Tuple[str, Roles]:
     raise Refused(told[-1] if told else ANOTHER)
 
 
-def _why_no_modules(module: nn.Module, source: Source) -> Optional[str]:
-    for name in source.parts:
+def _why_no_modules(module: nn.Module, facts: Facts) -> Optional[str]:
+    for name in facts.parts:
         if name in module.__dict__ and features(module._modules.get(name)):
             return f"{name} is no module of its own"
     return None
@@ -123,12 +132,12 @@ def _why_no_modules(module: nn.Module, source: Source) -> Optional[str]:
 ANOTHER = "its forward is another formula"
 
 
-def _candidates(module: nn.Module, source: Source) -> Iterator[Roles]:
+def _candidates(module: nn.Module, facts: Facts) -> Iterator[Roles]:
     parts = module._modules
-    direct = _read_directly(module, source)
-    products = [n for n in source.parts | direct if features(parts.get(n))]
-    dropouts = tuple(name for name in sorted(source.parts) if type(parts.get(name)) in DROPOUTS)
-    acts = [name for name in source.parts if name not in (*products, *dropouts)]
+    direct = _read_directly(module, facts)
+    products = [n for n in facts.parts | direct if features(parts.get(n))]
+    dropouts = tuple(name for name in sorted(facts.parts) if type(parts.get(name)) in DROPOUTS)
+    acts = [name for name in facts.parts if name not in (*products, *dropouts)]
     acts = [name for name in acts if name in parts or name in module.__dict__]
     if len(acts) > 1:  # a part that wraps a product need not say its sizes
         unknown = [name for name in acts if name in parts]
@@ -136,8 +145,8 @@ def _candidates(module: nn.Module, source: Source) -> Iterator[Roles]:
         acts = [name for name in acts if name not in products]
     if len(acts) > 1:
         return
-    more = {"dropouts": dropouts, "rates": tuple(sorted(source.rates))}
-    more["casts"] = BY_DTYPE in source.needs or bool(direct)
+    more = {"dropouts": dropouts, "rates": tuple(sorted(facts.rates))}
+    more["casts"] = BY_DTYPE in facts.names or bool(direct)
     functions = (None,) if acts else NAMED
     # usual orders come first: the last part as down, the first as gate
     products.sort(key=list(parts).index)
@@ -164,32 +173,56 @@ def _same(input: torch.Tensor) -> torch.Tensor:
     return input
 
 
-def _why_another_formula(module, kind, source: Source, roles: Roles) -> Optional[str]:
-    """Reason if the class's forward differs from the formula in some dtype, size or mode, or
-    None. A forward that goes by neither of them is run twice with each size and each dtype."""
-    direct = _read_directly(module, source)
-    goes_by = "training" in source.reads or source.rates or source.checks
-    goes_by = goes_by or BY_DTYPE in source.needs
-    runs = list(itertools.product(enumerate(DTYPES), enumerate(CASES)))
+def _why_another_formula(module, kind, facts: Facts, roles: Roles) -> Optional[str]:
+    """Reason if the class's forward differs from the formula in some dtype, size, mode or kind of
+    values, or None."""
+    direct, modes = _read_directly(module, facts), modes_of(module, facts)
+    if BY_DTYPE in facts.names:
+        runs = list(itertools.product(DTYPES, CASES))
+    else:  # each dtype and size, with another one each time
+        runs = [
+            (dtype, CASES[(d + i) % len(CASES)]) for i in (0, 2) for d, dtype in enumerate(DTYPES)
+        ]
+    for i, n in enumerate(sizes_of(module, facts)):
+        dtypes = (torch.float64, *DTYPES[1:])[: 1 if n > 66 else None]
+        for size in ((n,), (1, n)):
+            runs.append((dtypes[i % len(dtypes)], (size, 6, 4, (None, "+", "-")[i % 3])))
+    runs += [(torch.float64, ((n, 2), 4, 4, None)) for n in (9, 300)]
     with quiet():
-        for grad in (False, True):
-            with torch.set_grad_enabled(grad):
-                for (d, dtype), (c, case) in runs:
-                    if goes_by or (d + 2 * grad) % len(CASES) == c:
-                        modes = [False, True] if goes_by else [grad]
-                        reason = _why_not(module, kind, source, roles, direct, dtype, case, modes)
-                        if reason is not None:
-                            return reason
-    return None
+        for i, (dtype, case) in enumerate(runs):
+            with torch.set_grad_enabled(i % 2 == 1):
+                reason = _why_not(module, kind, facts, roles, direct, dtype, case, modes)
+            if reason is not None:
+                return reason
+        return _why_other_gradients(module, kind, facts, roles, direct)
 
 
-def _why_not(module, kind, source, roles, direct, dtype, case, modes) -> Optional[str]:
+def _why_other_gradients(module, kind, facts: Facts, roles: Roles, direct: set) -> Optional[str]:
+    case, found = ((7,), 6, 4, None), []
+    for ours in (True, False):
+        with torch.enable_grad():
+            twin, x, _ = _problem(module, kind, roles, direct, torch.float64, case)
+            twin.__dict__["training"] = True
+            x.requires_grad_()
+            y = _formula(twin, roles, x) if ours else result_of(facts.forward, twin, x)
+            learns = isinstance(y, torch.Tensor) and y.requires_grad
+            found += torch.autograd.grad(y.sin().sum(), x) if learns else [None]
+    return None if alike(*found) else "its gradients are those of another formula"
+
+
+def _why_not(module, kind, facts, roles, direct, dtype, case, modes) -> Optional[str]:
     """The same of one dtype and size; direct: parts whose weights the forward reads; modes: of
     training."""
     twin, x, expected = _problem(module, kind, roles, direct, dtype, case)
-    for training in modes:
+    if not torch.isfinite(expected).all():
+        return None  # two orders of sums may differ there
+    modes = list(itertools.product(modes, (0.0, 0.5)[: 1 + bool(roles.rates)]))
+    for training, rate in modes:
+        if training and rate:
+            continue  # it drops values out, and is called
+        twin.__dict__.update(dict.fromkeys(roles.rates, rate))
         twin.__dict__["training"] = training
-        reason = _why_not_equal(source.forward, twin, x, expected)
+        reason = _why_not_equal(facts.forward, twin, x, expected)
         if reason is not None:
             return reason
     return None
@@ -210,21 +243,35 @@ def _problem(module, kind, roles, direct, dtype, case) -> tuple:
     if joined:
         first, second = (gate, up) if roles.gate_first else (up, gate)
         bias = None if gate.bias is None else torch.cat([first.bias, second.bias])
-        parts[roles.gate] = both = _product(torch.cat([first.weight, second.weight]), bias)
+        parts[roles.gate] = _product(torch.cat([first.weight, second.weight]), bias)
     else:
         parts.update({roles.gate: gate, roles.up: up})
     twin = twin_of(module, kind, parts)
-    act = MARK if roles.act is not None else ACTIVATIONS[roles.function]
     if roles.act is not None:
-        twin.__dict__[roles.act] = act
+        twin.__dict__[roles.act] = MARK
     twin.__dict__.update(dict.fromkeys(roles.rates, 0.0))
-    x = (random(*sizes, K, seed=20) * scale).to(dtype)
+    if scale is None:
+        x = mixed(*sizes, K, seed=20, dtype=dtype)
+    elif scale in SIGNS:
+        size = SIGNS[scale] / (1e3 if dtype is torch.float16 else 1)
+        x = random(*sizes, K, seed=20).abs().mul(size).to(dtype)
+    else:
+        x = (random(*sizes, K, seed=20) * scale).to(dtype)
+    return twin, x, _formula(twin, roles, x)
+
+
+SIGNS = {"+": 1e3, "-": -1e3}
+
+
+def _formula(twin: nn.Module, roles: Roles, x: torch.Tensor) -> torch.Tensor:
+    parts, joined = twin._modules, roles.up is None
+    act = MARK if roles.act is not None else ACTIVATIONS[roles.function]
     if joined:  # the same product as the forward's: the bits may depend on its size
-        g, u = both(x).chunk(2, dim=-1)
+        g, u = parts[roles.gate](x).chunk(2, dim=-1)
         g, u = (g, u) if roles.gate_first else (u, g)
     else:
-        g, u = gate(x), up(x)
-    return twin, x, down(act(g) * u)
+        g, u = parts[roles.gate](x), parts[roles.up](x)
+    return parts[roles.down](act(g) * u)
 
 
 def _why_not_equal(forward, twin, x: torch.Tensor, expected: torch.Tensor) -> Optional[str]:

@@ -4,9 +4,9 @@
     out = routed + sigmoid(gate(x)) * shared(x)
 
 x are the tokens in one dimension. router_trial.py determines what a router computes. The forward of
-a block is read (reader.py) and run with a stub for each part: the assignment of parts whose numbers
-agree with the formula is the right one. The parts of a served block are still called as modules, so
-that hooks on them, which record a router's logits or sum over ranks, see the same tensors.
+a block is run with a stub for each part: the assignment of parts whose numbers agree with the
+formula is the right one. The parts of a served block are still called as modules, so that hooks on
+them, which record a router's logits or sum over ranks, see the same tensors.
 """
 
 import functools
@@ -19,7 +19,7 @@ from torch import nn
 
 from ..experts import ops_shared, ops_topk, reference
 from ..experts.api_topk import fused_topk
-from ..layers.own_code import Pinned
+from ..layers.pinned import Pinned
 from ..layers.plain import (
     PLAIN_TENSORS,
     parameters_of,
@@ -29,12 +29,13 @@ from ..layers.plain import (
 )
 from ..runtime import dispatch
 from ..runtime.dtypes import HALF
-from .code import BY_DTYPE, CHOICES, Refused
-from .reader import Source, read
+from .code import Refused
+from .facts import Facts, read
 from .router_trial import DTYPES, Choice, find_choice, shapes_of, weight_among
 from .serving import own_class, why_not_on
-from .stand_ins import features, has_form_of, quiet, random, result_of, twin_of
-from .trial import form_key, only_argument, plain_values, refuse_odd_module, remembered
+from .stand_ins import features, has_form_of, mixed, quiet, random, result_of, twin_of
+from .trial import form_key, modes_of, only_argument, plain_values, refuse_odd_module, remembered
+from .trial import sizes_of as tokens_of
 
 
 class Parts(NamedTuple):
@@ -101,22 +102,22 @@ def form_of(module: nn.Module) -> Optional[Form]:
     if kind.__module__.split(".")[0] == "torch":
         return None
     if weight_among(module) is not None:
-        find, facts, allowed = find_choice, shapes_of(module), (BY_DTYPE, *CHOICES)
+        find, parts = find_choice, shapes_of(module)
     elif gates_among(module):
-        find, facts, allowed = find_parts, sizes_of(module), ()
+        find, parts = find_parts, sizes_of(module)
     else:
         return None
-    source = read(kind, module, *allowed)
-    argument, values = only_argument(source), plain_values(module, source.reads - {"training"})
-    for name in sorted(source.reads):
-        if name not in values and name != "training" and name not in dict(facts):
+    facts = read(kind, module)
+    argument, values = only_argument(facts), plain_values(module, facts.reads - {"training"})
+    for name in sorted(facts.reads):
+        if name not in values and name != "training" and name not in dict(parts):
             raise Refused(f"its forward reads {name}, which is no number, word or flag")
     patched = why_patched()
     if patched is not None:
         raise Refused(patched)
-    key = (facts, *form_key(module, kind, source, values))
-    found = remembered(_found, key, find, module, kind, source, values)
-    return Form(kind, source.pinned, tuple(values.items()), source.checks, argument, found)
+    key = (parts, *form_key(module, kind, facts, values))
+    found = remembered(_found, key, find, module, kind, facts, values)
+    return Form(kind, facts.pinned, tuple(values.items()), (), argument, found)
 
 
 def _tensors(router: nn.Module, choice: Choice) -> tuple:
@@ -254,26 +255,28 @@ def sizes_of(module: nn.Module) -> tuple:
     return tuple((name, features(part)) for name, part in module._modules.items())
 
 
-def find_parts(module: nn.Module, kind: type, source: Source, values: dict) -> Parts:
+def find_parts(module: nn.Module, kind: type, facts: Facts, values: dict) -> Parts:
     """Finds the role of each part; raises Refused."""
-    refuse_odd_module(module, kind, source, source.parts, "__call__")
-    names = [name for name in module._modules if name in source.parts]
+    refuse_odd_module(module, kind, facts, facts.parts, "__call__")
+    names = [name for name in module._modules if name in facts.parts]
     for gate in gates_among(module):
         others = [name for name in names if name != gate]
-        if gate in names and len(others) == len(source.parts) - 1 == 3:
+        if gate in names and len(others) == len(facts.parts) - 1 == 3:
             for order in itertools.permutations(others):
                 parts = Parts(gate, *order)
-                if _computes(module, kind, source, parts):
+                if _computes(module, kind, facts, parts):
                     return parts
     raise Refused("its forward is another formula")
 
 
-def _computes(module: nn.Module, kind: type, source: Source, parts: Parts) -> bool:
+def _computes(module: nn.Module, kind: type, facts: Facts, parts: Parts) -> bool:
     H = features(module._modules[parts.gate])[0]
-    modes = (False, True) if "training" in source.reads else (module.training,)
+    modes = modes_of(module, facts)
+    cases = [*CASES, ((9, 2), torch.float64, 8), ((2, 65), torch.float64, 8)]
+    cases += [((1, n), torch.float64, 8) for n in tokens_of(module, facts, H)]
     with quiet():
-        for (sizes, dtype, roundings), training in itertools.product(CASES, modes):
-            x, w_gate = random(*sizes, H, seed=1).to(dtype), random(1, H).to(dtype)
+        for (sizes, dtype, roundings), training in itertools.product(cases, modes):
+            x, w_gate = mixed(*sizes, H, seed=1, dtype=dtype), random(1, H).to(dtype)
             log: list = []
             stubs = _stubs(parts, H, dtype, log)
             expected, mine = with_shared(stubs, parts, x, w_gate, reference.shared_fwd), sorted(log)
@@ -282,7 +285,7 @@ def _computes(module: nn.Module, kind: type, source: Source, parts: Parts) -> bo
             twin = twin_of(module, kind, stubs)
             twin.__dict__["training"] = training
             try:
-                found = result_of(source.forward, twin, x)
+                found = result_of(facts.forward, twin, x)
             except Refused:
                 return False
             limit = roundings * torch.finfo(dtype).eps * expected.abs().max()

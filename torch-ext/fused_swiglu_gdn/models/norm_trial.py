@@ -11,11 +11,19 @@ from torch import nn
 from ..layers.norm import FORMS, NormForm
 from ..layers.plain import told
 from ..norm import reference
-from .code import BY_WORDS, Refused
-from .reader import read
+from .code import Refused
+from .facts import read
 from .serving import is_served, own_class
-from .stand_ins import has_form_of, quiet, random, result_of, twin_of
-from .trial import form_key, only_argument, plain_values, refuse_odd_module, remembered
+from .stand_ins import has_form_of, mixed, quiet, random, result_of, same, twin_of
+from .trial import (
+    form_key,
+    modes_of,
+    only_argument,
+    plain_values,
+    refuse_odd_module,
+    remembered,
+    sizes_of,
+)
 
 D = 48
 VARIANTS = (("llama", 0.0), ("gemma", 0.0), ("gemma", 1.0))
@@ -55,12 +63,12 @@ def norm_form(module: nn.Module) -> NormForm:
             shapes[name] = told(parameter, "shape")
     if list(map(len, shapes.values())) not in ([], [1]):
         raise Refused(f"it has parameters {', '.join(shapes)}")
-    source, weight = read(kind, module, BY_WORDS), next(iter(shapes), None)
-    values = plain_values(module, source.reads)
+    facts, weight = read(kind, module), next(iter(shapes), None)
+    values = plain_values(module, facts.reads)
     eps, kept = _eps_among(module, values), dict(values)
     kept.pop(eps, None)
-    key = (weight, *form_key(module, kind, source, kept))
-    form = remembered(_forms, key, _find, module, kind, source, weight, values, eps)
+    key = (weight, *form_key(module, kind, facts, kept))
+    form = remembered(_forms, key, _find, module, kind, facts, weight, values, eps)
     FORMS[kind] = form  # attention modules and layers read the weights of their norms
     return form
 
@@ -78,35 +86,72 @@ def _eps_among(module: nn.Module, values: dict) -> Optional[str]:
     return found[0] if len(found) == 1 else None
 
 
-def _find(module, kind, source, weight, values, eps) -> NormForm:
-    argument = only_argument(source)
+def _find(module, kind, facts, weight, values, eps) -> NormForm:
+    argument = only_argument(facts)
     if eps is None:
         raise Refused("it has no eps")
     # layers and attention modules read a norm's weight in place of calling it
     names = (*values, *filter(None, [weight]))
-    refuse_odd_module(module, kind, source, names, "__call__")
+    refuse_odd_module(module, kind, facts, names, "__call__")
     guards = tuple((n, v) for n, v in values.items() if n != eps)
     variants = [("llama", 0.0)] if weight is None else VARIANTS
     for variant in variants:
-        if _computes(module, kind, source.forward, weight, eps, variant):
-            facts = kind, source.pinned, guards, source.checks, argument
-            return NormForm(*facts, weight, eps, *variant)
+        if _computes(module, kind, facts, weight, eps, variant):
+            known = kind, facts.pinned, guards, (), argument
+            return NormForm(*known, weight, eps, *variant)
     raise Refused("its forward is another formula")
 
 
-def _computes(module, kind, forward, weight: Optional[str], eps_name: str, variant: tuple) -> bool:
+def _computes(module, kind, facts, weight: Optional[str], eps_name: str, variant: tuple) -> bool:
     """True if the forward gives this variant's bits in bf16 and fp16, and its numbers in fp32."""
+
+    def agrees(x, weight_dtype, eps: float, training: bool) -> bool:
+        w = None if weight is None else random(D, seed=3).mul(0.3).to(weight_dtype)
+        twin = twin_of(module, kind, parameters={} if w is None else {weight: w.clone()})
+        twin.__dict__.update({eps_name: eps, "training": training})
+        got = result_of(facts.forward, twin, x)
+        y = reference.rms_norm_fwd(x, w, None, eps, *variant, False)[0]
+        if not has_form_of(got, y.dtype, y.shape):
+            return False
+        limit = 2e-6 * max(y.abs().max().item(), x.abs().max().item())
+        close = x.dtype is FP32 and torch.allclose(got, y, rtol=2e-6, atol=limit)
+        return close or torch.equal(got, y)
+
+    modes = modes_of(module, facts)
     with quiet():
         for shape, dtype, weight_dtype, scale, eps in CASES:
-            w = None if weight is None else random(D, seed=3).mul(0.3).to(weight_dtype)
-            twin = twin_of(module, kind, parameters={} if w is None else {weight: w.clone()})
-            twin.__dict__[eps_name] = eps
             x = (random(*shape, D, seed=5) * scale).to(dtype)
-            got = result_of(forward, twin, x)
-            y = reference.rms_norm_fwd(x, w, None, eps, *variant, False)[0]
-            if not has_form_of(got, y.dtype, y.shape):
+            if not all([agrees(x, weight_dtype, eps, mode) for mode in modes]):
                 return False
-            close = dtype is FP32 and torch.allclose(got, y, rtol=2e-6, atol=2e-6 * scale)
-            if not (close or torch.equal(got, y)):
+        sizes = [(n, D) for n in sizes_of(module, facts)] + [(9, 2, D), (1, 2, 1, 3, D)]
+        for i, size in enumerate(sizes):
+            dtype = (BF16, FP16, FP32)[i % 3]
+            x = mixed(*size, seed=5, dtype=dtype)
+            if not all([agrees(x, dtype, 1e-6, mode) for mode in modes]):
                 return False
-    return True
+        for x in (random(2, 7, D, seed=6).abs(), -random(2, 7, D, seed=6).abs(), 0 * random(3, D)):
+            if not all([agrees(x.to(BF16), BF16, 1e-6, mode) for mode in modes]):
+                return False
+    return _learns(module, kind, facts, weight, eps_name, variant)
+
+
+def _learns(module, kind, facts, weight: Optional[str], eps_name: str, variant: tuple) -> bool:
+    """True if its gradients are the formula's, also of zeros."""
+    w = None if weight is None else random(D, seed=3).float()
+    found = []
+    with quiet(), torch.enable_grad():
+        for ours in (True, False):
+            x = mixed(7, D, seed=5, dtype=FP32).div(1e2).requires_grad_()
+            own = None if w is None else w.clone().requires_grad_()
+            twin = twin_of(module, kind, parameters={} if own is None else {weight: own})
+            twin.__dict__.update({eps_name: 0.3, "training": True})
+            if ours:
+                y = reference.rms_norm_fwd(x, own, None, 0.3, *variant, False)[0]
+            else:
+                y = result_of(facts.forward, twin, x)
+            leaves = [x] if own is None else [x, own]
+            try:
+                found.append(torch.autograd.grad(y.sin().sum(), leaves))
+            except RuntimeError:
+                return False
+    return all(map(same, *found))

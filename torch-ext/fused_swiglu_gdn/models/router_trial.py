@@ -1,6 +1,6 @@
 """The equivalence check of routers: which choice of experts a class makes.
 
-The forward of the class is read (reader.py) and run on a probe module, with random weights of the
+The forward of the class is run on a probe module, with random weights of the
 module's own sizes. Its logits must be a product of input and weight, and its weights and experts
 those that experts/reference.py gives for these logits.
 """
@@ -17,11 +17,12 @@ from ..experts.call import LEAST, TopkOptions
 from ..layers.plain import told
 from ..runtime.dtypes import HALF
 from .code import Refused
-from .reader import Source
-from .stand_ins import Raises, quiet, random, twin_of
-from .trial import why_odd_module
+from .facts import CHOOSE, Facts
+from .stand_ins import Raises, quiet, random, same, twin_of
+from .trial import modes_of, sizes_of, why_odd_module
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+F32 = torch.float32
+DTYPES = (torch.bfloat16, torch.float16, F32)
 # leading sizes of x, the size of the logits, and what is added to all of them: to scores that
 # round to 0 or 1, or are small beside what a denominator may have added
 CASES = (
@@ -34,6 +35,7 @@ LEAST_ROWS = 20  # tokens of which the choice is certain
 ANOTHER_PRODUCT = "its logits are another product than x @ weight.T"
 IN_GROUPS = "it chooses groups of experts first, and fused_topk chooses among all experts"
 ANOTHER_CHOICE = "its weights or experts are not those of fused_topk"
+ANOTHER_GRADIENT = "its gradients are not those of fused_topk"
 ANOTHER_RESULT = "it does not return logits, weights and experts"
 
 
@@ -88,18 +90,16 @@ def shapes_of(module: nn.Module) -> tuple:
     return tuple((name, told(x, "shape")) for name, x in tensors if x is not None)
 
 
-def find_choice(module: nn.Module, kind: type, source: Source, values: dict) -> Choice:
+def find_choice(module: nn.Module, kind: type, facts: Facts, values: dict) -> Choice:
     """The computation of a router; raises Refused."""
     weight, shapes = weight_among(module), dict(shapes_of(module))
-    reason = why_odd_module(module, kind, source, shapes, "__call__")
-    if reason is None and (
-        not source.needs.keys() & {"argsort", "sort", "topk"} or shapes[weight][0] > MOST
-    ):
+    reason = why_odd_module(module, kind, facts, shapes, "__call__")
+    if reason is None and (not facts.names & CHOOSE or shapes[weight][0] > MOST):
         reason = f"it does not choose among at most {MOST} experts"  # a head of a vocabulary
     if reason is not None:
         raise Refused(reason)
     experts = shapes[weight][:1]
-    vectors = [n for n, shape in shapes.items() if shape == experts and n in source.reads]
+    vectors = [n for n, shape in shapes.items() if shape == experts and n in facts.reads]
     roles = [pair for pair in itertools.product((*vectors, None), repeat=2)
              if len({*pair}) == 2 or not vectors]  # fmt: skip
     scales = [1.0, *(v for v in values.values() if type(v) in (int, float) and v > 0)]
@@ -108,9 +108,9 @@ def find_choice(module: nn.Module, kind: type, source: Source, values: dict) -> 
         weights, reasons = _weights(*shapes[weight]), []
     for pair in roles:
         for dims in ((2, 3), (2,), (3,)):
-            facts = weight, tuple(shapes[weight]), *pair
+            names = weight, tuple(shapes[weight]), *pair
             try:
-                return _tried(module, kind, source, facts, weights, dims, scales)
+                return _tried(module, kind, facts, names, weights, dims, scales)
             except Refused as why:
                 reasons.append(str(why))
                 if reasons[-1] in (ANOTHER_PRODUCT, ANOTHER_CHOICE):
@@ -120,18 +120,18 @@ def find_choice(module: nn.Module, kind: type, source: Source, values: dict) -> 
     raise Refused(IN_GROUPS if grouped and reason == ANOTHER_CHOICE else reason)
 
 
-def _tried(module, kind, source, facts: tuple, weights: dict, dims, scales) -> Choice:
-    """The choice, for given roles of bias and added in `facts`; raises Refused."""
+def _tried(module, kind, facts: Facts, named: tuple, weights: dict, dims, scales) -> Choice:
+    """The choice, for given roles of bias and added in `named`; raises Refused."""
     found, rows = None, 0
-    modes = (False, True) if "training" in source.reads else (module.training,)
-    every = ((*given, mode) for given in _inputs(facts, weights, dims) for mode in modes)
+    modes, sizes = modes_of(module, facts), sizes_of(module, facts, named[1][1])
+    every = ((*given, mode) for given in _inputs(named, weights, dims, sizes) for mode in modes)
     with quiet():
         for x, names, tensors, training in every:
             twin = twin_of(module, kind, parameters=names)
             twin.__dict__["training"] = training
-            out, order = _outputs(source.forward, twin, x, facts[1][0])
+            out, order = _outputs(facts.forward, twin, x, named[1][0])
             if found is None:
-                found = _candidates(x, out, facts, (dims, order), scales)
+                found = _candidates(x, out, named, (dims, order), scales)
             found = [c for c in found if c.order == order]
             products = {c[:6]: c for c in found}.items()
             right = {key for key, c in products if _is_product(x, tensors, out[0], c)}
@@ -142,7 +142,32 @@ def _tried(module, kind, source, facts: tuple, weights: dict, dims, scales) -> C
             rows += max(map(counts.get, found))
     if rows < LEAST_ROWS:
         raise Refused("its choice is uncertain")
+    if not _learns(module, kind, facts, named, weights, found[0]):
+        raise Refused(ANOTHER_GRADIENT)
     return found[0]
+
+
+def _learns(module, kind, facts: Facts, named: tuple, weights: dict, choice: Choice) -> bool:
+    """True if the gradients of the logits and weights are those of the formula."""
+    tokens, found = [5], []
+    x, names, tensors = next(
+        case for case in _inputs(named, weights, choice.dims[:1], tokens) if case[0].dtype == F32
+    )
+    options = TopkOptions(choice.top_k, choice.scoring, choice.renormalize, choice.scale, F32)
+    with quiet(), torch.enable_grad():
+        for ours in (True, False):
+            leaf = x.clone().requires_grad_()
+            if ours:
+                logits = choice.logits(leaf, tensors)
+                w, _ = reference.topk_fwd(logits, tensors[1], options)
+            else:
+                twin = twin_of(module, kind, parameters=names)
+                twin.__dict__["training"] = True
+                (logits, w, _), _ = _outputs(facts.forward, twin, leaf, named[1][0])
+            if not (logits.requires_grad and w.requires_grad):
+                return False
+            found += torch.autograd.grad((logits.sin().sum() + (w * w.detach()).sum()), leaf)
+    return same(*found)
 
 
 def _weights(E: int, H: int) -> dict:
@@ -151,11 +176,14 @@ def _weights(E: int, H: int) -> dict:
     return {dtype: w.to(dtype) for dtype in DTYPES}
 
 
-def _inputs(facts: tuple, weights: dict, dims: tuple) -> Iterator[tuple]:
+def _inputs(named: tuple, weights: dict, dims: tuple, tokens: list) -> Iterator[tuple]:
     """Yields x, the parameters by their names, and (weight, bias, added)."""
-    weight, (E, H), *roles = facts
+    weight, (E, H), *roles = named
     vectors = random(2, E, seed=2) * 0.5
-    for (i, (sizes, scale, shift)), dtype in itertools.product(enumerate(CASES), DTYPES):
+    every = list(itertools.product(enumerate(CASES), DTYPES))
+    every += [((i, ((1, n), 1.0, 0.0)), DTYPES[i % 3]) for i, n in enumerate(tokens)]
+    every += [((0, ((1, 3), 0.0, 0.5)), dtype) for dtype in DTYPES]  # ties
+    for (i, (sizes, scale, shift)), dtype in every:
         x = random(*sizes, H, seed=i + 3) * scale
         x[..., 0] = shift
         x = (x.flatten(0, 1) if dims[i % len(dims)] == 2 else x).to(dtype)
@@ -196,13 +224,20 @@ def _outputs(forward, twin: nn.Module, x: torch.Tensor, experts: int) -> tuple:
     return (logits, weights, ids), tuple(map(places.index, range(3)))
 
 
-def _candidates(x: torch.Tensor, out: tuple, facts: tuple, more: tuple, scales: tuple) -> list:
+def _in_order(top: torch.Tensor, theirs: torch.Tensor, mine: torch.Tensor, rows) -> bool:
+    """True if the experts of tokens whose scores are far apart come in the same order."""
+    apart = (top[:, :-1] - top[:, 1:]).min(-1)[0] > 1e-3 * top[:, 0].abs()
+    sure = rows & apart
+    return torch.equal(theirs[sure], mine[sure])
+
+
+def _candidates(x: torch.Tensor, out: tuple, named: tuple, more: tuple, scales: tuple) -> list:
     """The choices that the first run, in bf16, leaves possible."""
     logits, weights, ids = out
     dtype = None if weights.dtype == x.dtype else weights.dtype
     wide = ((False, False),) if logits.dtype == x.dtype else ((True, False), (False, True))
     every = itertools.product(wide, LEAST, (True, False), scales)
-    return [Choice(*facts, *w, *more, dtype, ids.shape[1], *how) for w, *how in every]
+    return [Choice(*named, *w, *more, dtype, ids.shape[1], *how) for w, *how in every]
 
 
 def _is_product(x: torch.Tensor, tensors: tuple, theirs: torch.Tensor, choice: Choice) -> bool:
@@ -234,6 +269,8 @@ def _rows_alike(out: tuple, bias, choice: Choice, x: torch.Tensor) -> Optional[i
         torch.zeros_like(wide).scatter(1, i, w.double())[rows]
         for w, i in (reference.topk_fwd(logits, bias, options), (weights, ids))
     )
+    if not _in_order(top, ids, reference.topk_fwd(logits, bias, options)[1], rows):
+        return None
     eps = torch.finfo(weights.dtype).eps
     rtol, atol = (eps, 1e-7) if eps > APART else (2 * APART, 1e-9)
     return int(rows.sum()) if torch.allclose(theirs, mine, rtol=rtol, atol=atol) else None

@@ -7,16 +7,14 @@ None, and raises if it is read. So a forward that gives the formula's numbers ha
 
 import contextlib
 import functools
-import sys
-import threading
-from typing import Callable, Dict, List, NoReturn, Optional
+from typing import Callable, Dict, NoReturn, Optional
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ..layers.own_code import found_at
+from ..layers.pinned import Pinned
 from .code import Refused
 
 F64 = torch.float64
@@ -73,23 +71,57 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = F64) -> torch.Tensor
     return torch.randn(shape, generator=generator, dtype=F64, device="cpu").to(dtype)
 
 
+# of the largest value: the order of sums in fp64, and roundings on the way in the others
+TOLERANCES = {F64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+
+
 def same(a: object, b: torch.Tensor) -> bool:
-    """True if a and b are equal except for the order of sums in fp64."""
+    """True if a and b are of one dtype and shape, and equal except for roundings."""
     if not isinstance(a, torch.Tensor) or a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.allclose(a, b, rtol=1e-9, atol=1e-9)
+    limit = TOLERANCES.get(b.dtype)
+    if torch.equal(a, b) or limit is None:
+        return limit is not None or torch.equal(a, b)
+    if b.dtype is F64:
+        return torch.allclose(a, b, rtol=limit, atol=limit)
+    return bool((a.double() - b.double()).abs().max() <= limit * b.double().abs().max())
+
+
+def mixed(*shape: int, seed: int = 0, dtype: torch.dtype = F64) -> torch.Tensor:
+    """Rows of all kinds of values in turn: usual ones, zeros, equal ones, large and small ones,
+    those of one sign."""
+    x = random(*shape, seed=seed).clone()
+    rows = x.view(-1, shape[-1])
+    rows[1::7] = 0.0
+    rows[2::7] = rows[:1, :1]
+    rows[3::7] *= 1e4 if dtype is not torch.float16 else 1e2
+    rows[4::7] *= 1e-4
+    rows[5::7] = rows[5::7].abs()
+    rows[6::7] = -rows[6::7].abs()
+    return x.to(dtype)
 
 
 def result_of(forward: Callable, twin: nn.Module, x: torch.Tensor) -> object:
     """The output of a forward for x; raises Refused if it raises or writes to x."""
     given = x.clone().requires_grad_(torch.is_grad_enabled())
+    before = dict(twin.__dict__)
     try:
         found = forward(twin, given)
     except Exception as error:
         raise Raises(error) from None
+    refuse_changes(twin, before)
     if not torch.equal(given.detach(), x):
         raise Refused("its forward writes to its input")
     return found
+
+
+def refuse_changes(twin: nn.Module, before: dict) -> None:
+    """Raises Refused if a run has set an attribute of its module: another call may read it."""
+    attributes = twin.__dict__
+    if len(attributes) != len(before) or any(
+        [before.get(n) is not v for n, v in attributes.items()]
+    ):
+        raise Refused("its forward sets attributes")
 
 
 def has_form_of(found: object, dtype: torch.dtype, shape: tuple) -> bool:
@@ -151,6 +183,16 @@ class KeepsFp64(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+class _Free(Pinned):
+    """Nothing is pinned: in a trial."""
+
+    def unchanged(self, module=None, guards=()) -> bool:
+        return True
+
+
+FREE = _Free((), ())
+
+
 class Part:
     """A stub of a projection, of rank 3, so that the module's own sizes cost nothing, with a bias;
     or, with one size, of an RMS norm with a weight. It logs its calls in its trial's log."""
@@ -160,7 +202,8 @@ class Part:
         if len(sizes) == 1:
             self.weight = random(*sizes, seed=seed) + 1.5
         else:
-            self.a, self.b = (random(n, 3, seed=seed + i) for i, n in enumerate(sizes))
+            self.a = random(sizes[0], 3, seed=seed) * sizes[0] ** -0.5  # 16 bits hold the product
+            self.b = random(sizes[1], 3, seed=seed + 1)
             self.bias = random(sizes[1], seed=seed + 2)
 
     def __call__(self, *args, **words):
@@ -175,7 +218,7 @@ class Part:
         elif x.shape[-1:] != self.sizes:
             raise Refused("it norms over another width than its weight's")
         else:
-            y = rms(x) * self.weight.to(dtype)
+            y = rms(x if dtype is F64 else x.float()).to(dtype) * self.weight.to(dtype)
         if self.trial is not None:
             self.trial.log.append((self.name, x, y))
         return y
@@ -207,9 +250,8 @@ class Block:
             read_by(args[0] if args else None, self.name)
         else:  # nobody knows yet which of the arguments is the input
             place, more, x = None, (), random(5, 4, 16)
-        y = torch.tanh(
-            x * random(x.shape[-1], seed=self.seed) + random(x.shape[-1], seed=self.seed + 1)
-        )
+        a, b = (random(x.shape[-1], seed=self.seed + i, dtype=x.dtype) for i in (0, 1))
+        y = torch.tanh(x * a + b)
         y = y.flatten(0, -2) if self.name == self.trial.flat else y
         count = 1 if self.is_norm else next(self.trial.counts)
         kwargs.pop(place, None)
@@ -286,104 +328,3 @@ def read_by(x: object, part: str) -> NoReturn:
     if issubclass(type(x), Opaque):
         raise Read(name_of(x), "part")
     raise Refused(f"it calls {part} in a way that is not known")
-
-
-class Cache(Opaque):
-    """An argument whose update returns other tensors of twice the length."""
-
-    def __init__(self, name: str):
-        self.__dict__.update(opaque_name=name, calls=[])
-
-    def update(self, *args, **more):
-        k, v, index, *rest = (*args, *map(more.pop, UPDATED[len(args) :]))
-        # copies: what follows may write to them
-        for values, places in ((rest, range(len(rest))), (more, list(more))):
-            for at in places:
-                if type(values[at]) is dict:
-                    values[at] = dict(values[at])
-        self.calls.append((k, v, index, rest, more))
-        return torch.cat([k * 0.5, k], -2), torch.cat([v * 0.25, v], -2)
-
-
-UPDATED = ("key_states", "value_states", "layer_idx")  # as caches call what they are updated with
-
-
-class Interface:
-    """Stub of the registry of attention functions, and of the function that it returns.
-
-    Its calls are None in the log of the parts' calls.
-    """
-
-    def __init__(self, log: list):
-        self.calls, self.asked, self.log = [], [], log
-
-    def get_interface(self, attn_implementation, default):
-        self.asked.append((attn_implementation, default))
-        return self
-
-    def __call__(self, module, query, key, value, attention_mask, **kwargs):
-        B, H, T, _ = query.shape
-        out = random(B, T, H, value.shape[-1], seed=11, dtype=query.dtype).clone()
-        self.log.append(None)
-        self.calls.append((module, query, key, value, attention_mask, kwargs, out))
-        return out, "weights"
-
-
-_registry = threading.Lock()
-
-
-@contextlib.contextmanager
-def asked_by_this_thread(trial):
-    """Makes transformers' registry return the trial's current `interface` in this thread."""
-    registry = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
-    me, attributes, kind = threading.get_ident(), registry.__dict__, type(registry)
-    with _registry:
-        kept, own = attributes.get("get_interface"), registry.get_interface
-        item, has_item = kind.__getitem__, "__getitem__" in vars(kind)
-
-        def get_interface(*args, **kwargs):
-            mine = threading.get_ident() == me
-            return (trial.interface.get_interface if mine else own)(*args, **kwargs)
-
-        def element(self, name):
-            mine = self is registry and threading.get_ident() == me
-            return trial.interface.get_interface(name, None) if mine else item(self, name)
-
-        attributes["get_interface"], kind.__getitem__ = get_interface, element
-        try:
-            yield
-        finally:
-            if has_item:
-                kind.__getitem__ = item
-            else:
-                del kind.__getitem__
-            del attributes["get_interface"]
-            if kept is not None:
-                attributes["get_interface"] = kept
-
-
-class View:
-    """An object with another value at one path."""
-
-    def __init__(self, owner: object, path: List[str], value: object):
-        self.__dict__["view"] = owner, path, value
-
-    def __getattr__(self, name: str):
-        owner, path, value = self.__dict__["view"]
-        if name != path[0]:
-            return getattr(owner, name)
-        return value if len(path) == 1 else View(getattr(owner, name), path[1:], value)
-
-
-def put(twin: nn.Module, values: Dict[str, object]) -> None:
-    """Sets attributes of a probe module, by their paths."""
-    for path, value in values.items():
-        name, *rest = path.split(".")
-        twin.__dict__[name] = View(getattr(twin, name), rest, value) if rest else value
-
-
-def readable(module: nn.Module, path: str) -> bool:
-    """True if the module has an attribute at the path for which a check may substitute a value."""
-    if path == "training" or path.split(".")[0] in (*module._modules, *module._buffers):
-        return False
-    return found_at(module, path) is not None

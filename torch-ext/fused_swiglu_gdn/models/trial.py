@@ -1,45 +1,69 @@
 """Equivalence checks: what identifies a form, and runs of a forward on stubs, from which the roles
 of its arguments follow."""
 
-from typing import Callable, Dict, FrozenSet, Iterable, Optional, Tuple
+import itertools
+from typing import Callable, Dict, FrozenSet, Iterable, Optional, Set, Tuple
 
 import torch
 from torch import nn
 
-from ..layers.forward import PLAIN_VALUES, Arguments, Word
-from ..layers.own_code import found_at
-from .code import Refused, Signature, members_of, why_odd_class
-from .reader import Source
-from .stand_ins import Opaque, Opaques, Raises, Read, name_of, same
+from ..layers.forward import Arguments, Word
+from ..layers.pinned import ABSENT, CONTAINERS, PLAIN_VALUES, Frozen, found_at
+from .code import Refused, members_of, why_odd_class
+from .facts import Facts, is_absent
+from .handed import Watched
+from .stand_ins import Opaque, Opaques, Raises, Read, name_of, refuse_changes, same
 
+LONG, MOST_TOKENS, MOST_NUMBERS = 4100, 8192, 1 << 18  # of an input
+MORE_TOKENS = (3, 4, 8, 9, 16, 17, 32, 64, 128, 256, 512, 1000, 1024, 2049, 8192)  # of other code
 WORD = "a_word_that_nobody_knows"  # a keyword that a forward can only hand on
 
 
-def only_argument(source: Source) -> str:
+def only_argument(facts: Facts) -> str:
     """The name of the one argument that a forward has to be given."""
-    known = source.signature
+    known = facts.signature
     needed = [name for name in known.names if name not in known.defaults]
     if len(needed) != 1 or list(known.positional[:1]) != needed:
         raise Refused("its forward takes other arguments than one tensor")
-    if needed[0] in source.switches:
-        raise Refused(f"its forward branches on {needed[0]}")
     return needed[0]
 
 
 def plain_values(module: nn.Module, reads: Iterable[str]) -> dict:
-    """The values of those attributes that are numbers, words, flags or None, by their paths."""
-    values, known = {}, {**module._parameters, **module.__dict__}
+    """The values of those attributes that a call can compare, by their paths: numbers, words, flags
+    and None, the contents of containers, and other objects but tensors and parts."""
+    values = {}
     for path in sorted(reads):
-        value = known[path] if path in known else found_at(module, path)
-        if value is None or isinstance(value, PLAIN_VALUES):
+        if "." not in path and is_absent(module, path):
+            values[path] = ABSENT
+            continue
+        value = module.__dict__[path] if path in module.__dict__ else found_at(module, path)
+        if type(value) in CONTAINERS:
+            values[path] = Frozen(value)
+        elif not isinstance(value, (torch.Tensor, nn.Module)) and not callable(value):
             values[path] = value
     return values
 
 
-def form_key(module: nn.Module, kind: type, source: Source, values: dict) -> tuple:
+def sizes_of(module: nn.Module, facts: Facts, width: int = 1) -> list:
+    """Numbers of tokens of this width to try: usual ones, and those at and above each whole number
+    that is read, as far as memory allows."""
+    values = [v for v in plain_values(module, facts.reads).values() if type(v) is int]
+    usual = {1, 2, 7, 65, LONG, *(MORE_TOKENS if facts.named else ())}
+    near = {n for v in values if 1 < v <= MOST_TOKENS for n in (v, v + 1)}
+    return sorted([n for n in usual | near if n < 10 or n * width <= MOST_NUMBERS])
+
+
+def modes_of(module: nn.Module, facts: Facts) -> tuple:
+    """Training and evaluation, where the code names them."""
+    return (False, True) if "training" in facts.names else (module.training,)
+
+
+def form_key(module: nn.Module, kind: type, facts: Facts, values: dict) -> tuple:
     """Returns the key of a remembered form, beside a module's parts."""
-    hidden = frozenset(module.__dict__).intersection(source.parts)
-    return kind, source.pinned.codes, *values.items(), *map(type, values.values()), hidden
+    hidden = frozenset(module.__dict__).intersection(facts.parts)
+    known = [v if v is None or isinstance(v, (*PLAIN_VALUES, Frozen)) else id(v)
+             for v in values.values()]  # fmt: skip
+    return kind, facts.pinned, *values, *known, *map(type, values.values()), hidden
 
 
 def remembered(forms: dict, key: tuple, find: Callable, *given: object) -> object:
@@ -74,7 +98,7 @@ def refuse_odd_module(*given: object) -> None:
         raise Refused(reason)
 
 
-def why_odd_module(module: nn.Module, kind: type, source: Source, names, *more) -> Optional[str]:
+def why_odd_module(module: nn.Module, kind: type, facts: Facts, names, *more) -> Optional[str]:
     """The class is odd, or the forward calls what is no part."""
     own = {*module._modules, *module._parameters, *module._buffers, "training"}
     members, kept = members_of(kind), []
@@ -84,8 +108,8 @@ def why_odd_module(module: nn.Module, kind: type, source: Source, names, *more) 
     reason = why_odd_class(kind, kept, *more)
     if reason is not None:
         return reason
-    for name in source.parts:
-        if name in module.__dict__:
+    for name in facts.parts:
+        if name in module.__dict__ and name in module._modules:
             return f"{name} is no module of its own"
     return None
 
@@ -93,25 +117,32 @@ def why_odd_module(module: nn.Module, kind: type, source: Source, names, *more) 
 class Trial:
     """A forward whose arguments are known by what it does with them.
 
-    A kind of module runs it by `again(absent)`, where some arguments are left at their defaults,
-    and has the keywords that parts got in a run by `keywords_in(run)`.
+    A kind of module runs it, with some arguments left at their defaults.
     """
 
     # the attributes that have the names of arguments with a role: what the forward reads of such a
     # one, in the order in which they are looked for: (how, whether it has a default) -> whether
     READS: Dict[str, Callable[[str, bool], bool]] = {}
 
-    def __init__(self, module: nn.Module, kind: type, source):
-        self.module, self.kind, self.source = module, kind, source
-        self.signature = source.signature
+    def __init__(self, module: nn.Module, kind: type, facts: Facts):
+        self.module, self.kind, self.facts = module, kind, facts
+        self.signature = facts.signature
         self.hidden: Optional[str] = None
-        self.fixed = set(source.switches)  # arguments that are left at their defaults
-        self.travelling: FrozenSet[str] = frozenset()
+        self.fixed: Set[str] = set()  # arguments that are left at their defaults
         self.opaque, self.log = Opaques(), []
+        self.seen: Set[str] = set()  # paths of what the forward asks its configuration for
+        self.watched = {
+            name: Watched(module.__dict__[name], name, self.seen)
+            for name in {path.split(".")[0] for path in facts.reads if "." in path}
+        }
+
+    def guards(self, values: dict) -> dict:
+        """Of values by their paths those that the forward may have read."""
+        return {p: value for p, value in values.items() if "." not in p or p in self.seen}
 
     def learned(self, run: Callable) -> object:
         """The result of a run, once the role of every argument that it reads is known."""
-        for _ in range(4 * len(self.signature.names) + len(self.source.reads) + 8):
+        for _ in range(4 * len(self.signature.names) + len(self.facts.reads) + 8):
             try:
                 return run()
             except Read as what:
@@ -150,33 +181,18 @@ class Trial:
         defaults = self.signature.defaults
         return tuple([n for n in self.signature.names if n not in known and n in defaults])
 
-    def those_travelling(self, run) -> frozenset:
-        """Keywords that the forward reads from **kwargs, and leaves there."""
-        extra = frozenset(self.source.extra).intersection(self.others())
-        if not extra:
-            return extra
-        met, without = self.keywords_in(run), self.keywords_in(self.again(extra))
-        return frozenset(
-            n for n in extra
-            if any(words.get(n) is run.given[n] for words in met)
-            and not any(n in words for words in without)
-        )  # fmt: skip
-
-    def rest(self, run) -> dict:
-        """The keywords of a run for which the forward has no name."""
-        rest = {WORD: run.word} if self.signature.more else {}
-        for name in self.travelling:
-            if name in run.given:
-                rest[name] = run.given[name]
-        return rest
+    def unknown_words(self, count: int) -> dict:
+        """So many keywords that nobody knows, if the forward takes any."""
+        names = [f"{WORD}_{i}" for i in range(count)] if self.signature.more else ()
+        return {name: self.opaque[name] for name in names}
 
     def passed(self, keywords: dict, run) -> Tuple[bool, dict]:
         """Returns True if a part got the rest of a run, and the other keywords that it got."""
-        rest, others = self.rest(run), dict(keywords)
-        for name in rest:
-            if others.pop(name, None) is not rest[name]:
+        others = dict(keywords)
+        for name, value in run.rest.items():
+            if others.pop(name, None) is not value:
                 return False, keywords
-        return bool(rest), others
+        return bool(run.rest), others
 
     def known_word(self, name: str, value: object, run) -> Optional[Word]:
         """The source of a value that is an argument or a constant."""
@@ -190,55 +206,71 @@ class Trial:
 
     def arguments(self) -> Arguments:
         """The arguments of a replaced forward, some of which must stay at their defaults."""
-        signature, extra = self.source.signature, self.source.extra
-        names = signature.names
+        signature, names = self.facts.signature, self.facts.signature.names
         return Arguments(
             signature.positional,
-            frozenset(names) - self.travelling,
+            frozenset(names),
             tuple(n for n in names if n not in signature.defaults and n != self.hidden),
             signature.more,
             self.hidden,
-            tuple((n, signature.defaults[n]) for n in sorted(self.fixed - extra)),
-            frozenset(self.source.renamed | (self.fixed & extra)).union(signature.positional_only),
+            tuple((n, signature.defaults[n]) for n in sorted(self.fixed)),
+            frozenset(self.facts.own).union(signature.positional_only),
         )
 
 
-def alike(a: object, b: object) -> bool:
-    """The same tensors up to the order of sums, equal plain values of one type, else the same
-    objects; and so for what is in tuples, lists and dicts."""
-    kind = type(a)
-    if a is b:
-        return True
-    if issubclass(kind, torch.Tensor):
-        return same(a, b) if issubclass(type(b), torch.Tensor) else False
-    if kind is not type(b):
-        return False
-    if kind is dict:
-        if a.keys() != b.keys():
+def alike(mine: object, theirs: object) -> bool:
+    """The same tensors up to roundings, equal plain values of one type, else the same objects; and
+    so for what is in tuples, lists and dicts."""
+    pairs = [(mine, theirs)]
+    for a, b in pairs:  # which grows
+        kind = type(a)
+        if a is b:
+            continue
+        if issubclass(kind, torch.Tensor):
+            if not (issubclass(type(b), torch.Tensor) and same(a, b)):
+                return False
+        elif kind is not type(b):
             return False
-        a, b = list(a.values()), list(map(b.get, a))
-    elif not issubclass(kind, (tuple, list)):
-        return kind in PLAIN_VALUES and a == b
-    return len(a) == len(b) and all([x is y or alike(x, y) for x, y in zip(a, b)])
+        elif kind is dict:
+            if a.keys() != b.keys():
+                return False
+            pairs += [(value, b[name]) for name, value in a.items()]
+        elif issubclass(kind, (tuple, list)):
+            if len(a) != len(b):
+                return False
+            pairs += zip(a, b)
+        elif kind not in PLAIN_VALUES or a != b:
+            return False
+    return True
 
 
 def called(
-    forward: Callable, signature: Signature, twin: nn.Module, given: dict, words: dict
+    facts: Facts,
+    twin: nn.Module,
+    given: dict,
+    rest: dict,
+    by_position: bool = False,
+    forward: Optional[Callable] = None,
 ) -> object:
-    """The output of a forward on stubs."""
-    args = list(map(given.pop, signature.positional_only))
+    """The output of a forward, or a copy of it, on stubs; all of its arguments may be given by
+    position."""
+    known, words = facts.signature, dict(given)
+    names = known.positional_only
+    if by_position:
+        names = tuple(itertools.takewhile(words.__contains__, known.positional))
+    args, before = list(map(words.pop, names)), dict(twin.__dict__)
     try:
-        return forward(twin, *args, **given, **(words if signature.more else {}))
+        found = (forward or facts.forward)(twin, *args, **words, **rest)
     except Refused:
         raise
     except Exception as error:
         raise Raises(error) from None
+    refuse_changes(twin, before)
+    return found
 
 
-def toggles(names: Tuple[str, ...], asked: FrozenSet[str]) -> Iterable[frozenset]:
-    """Sets of arguments to leave at their defaults: all, and of those that the forward compares
-    with None, as far as that is known, each alone and all but one."""
-    asked = names if None in asked else [n for n in names if n in asked]
-    ones = list(map(frozenset, zip(asked)))
+def toggles(names: Tuple[str, ...]) -> Iterable[frozenset]:
+    """Sets of arguments to leave at their defaults: all, each alone, and all but one."""
+    ones = list(map(frozenset, zip(names)))
     every = dict.fromkeys([frozenset(names), *ones, *map(frozenset(names).difference, ones)])
     return filter(None, every)

@@ -8,7 +8,7 @@ from torch import nn
 from ...fp8.call import BLOCK
 from ...fp8.ops import MULTIPLY
 from ...runtime import dispatch
-from ..own_code import Pinned
+from ..pinned import Pinned
 from ..plain import HOOKS, OWN, PLAIN_TENSORS, torch_unpatched
 
 

@@ -1,0 +1,193 @@
+"""Whose code is served, and what a served module's forward may find changed later."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import submodule
+from torch import nn
+
+transformers = pytest.importorskip("transformers")
+from transformers.models.llama import modeling_llama as llama  # noqa: E402
+from transformers.models.mixtral import modeling_mixtral as mixtral  # noqa: E402
+
+D = 8
+TABLE = {"scale": [1.0]}
+
+
+def factor(x, by=1.0, *, more=1.0):
+    return x * by * more
+
+
+class MyMLP(nn.Module):
+    """The formula, with all that may be changed later: it is multiplied by one everywhere."""
+
+    table, one = {"scale": 1.0}, 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(D, 12), nn.Linear(D, 12)
+        self.down_proj, self.act_fn = nn.Linear(12, D), nn.SiLU()
+        self.d, self.l, self.factor = {"s": 1.0}, [1.0], 1
+        self.config = transformers.LlamaConfig()
+        self.config.p = {"s": {"t": 1.0}}
+
+    def forward(self, x):
+        x = factor(x) * self.d["s"] * self.l[0] * self.config.p["s"]["t"] * self.table["scale"]
+        x = x * self.one * TABLE["scale"][0] * self.factor
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def hide(module):
+    other = nn.Linear(D, 12).double()
+    module.__dict__["up_proj"] = lambda x: other(x)
+
+
+LATER = {  # what is changed of a module, its class or its file
+    "an entry of a dict": lambda m, p: p.setitem(m.d, "s", 2.0),
+    "an element of a list": lambda m, p: m.l.__setitem__(0, 2.0),
+    "a dict within a configuration's": lambda m, p: p.setitem(m.config.p["s"], "t", 2.0),
+    "a table of the class": lambda m, p: p.setitem(MyMLP.table, "scale", 2.0),
+    "an attribute of the class": lambda m, p: p.setattr(MyMLP, "one", 2.0),
+    "an attribute of the class, on the module": lambda m, p: setattr(m, "one", 2.0),
+    "a table of the file": lambda m, p: p.setitem(TABLE, "scale", [2.0]),
+    "a default": lambda m, p: p.setattr(factor, "__defaults__", (2.0,)),
+    "a default by keyword": lambda m, p: p.setitem(factor.__kwdefaults__, "more", 2.0),
+    "code": lambda m, p: p.setattr(factor, "__code__", (lambda x, by=1.0, *, more: x * 2).__code__),
+    "True for 1": lambda m, p: setattr(m, "factor", True),
+    "a part that is hidden": lambda m, p: hide(m),
+    "a method of tensors": lambda m, p: p.setattr(
+        torch.Tensor, "__mul__", lambda a, b: torch.mul(a, b) + 1, raising=False),
+}  # fmt: skip
+
+
+@pytest.fixture
+def reference():
+    with submodule("runtime.dispatch").force("reference"):
+        with submodule("runtime.dispatch").served() as record:
+            yield record
+
+
+@pytest.mark.parametrize("change", LATER)
+def test_what_changes_later_counts(kernel, reference, monkeypatch, change):
+    torch.manual_seed(0)
+    module = MyMLP().double()
+    own, x = copy.deepcopy(module), torch.randn(3, D, dtype=torch.float64)
+    assert kernel.kernelize(module, trust=[MyMLP]).served
+    torch.testing.assert_close(module(x), own(x))
+    assert reference
+    reference.clear()
+    if change == "a part that is hidden":
+        torch.manual_seed(1)
+        hide(module)
+        torch.manual_seed(1)
+        hide(own)
+    else:
+        for each in (module, own):
+            LATER[change](each, monkeypatch)
+    with torch.no_grad():
+        found, expected = module(x), own(x)
+    assert not reference, "ours has computed"
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_class_of_somebody_is_named_or_left_alone(kernel):
+    module = MyMLP()
+    (row,) = kernel.kernelize(module).rows
+    assert "MyMLP is no class of transformers" in row.reason and "trust=[MyMLP]" in row.reason
+    assert "docs/models.md" in str(kernel.kernelize(module))
+    assert not kernel.kernelize(module, trust=[llama.LlamaMLP]).served
+    with submodule("runtime.dispatch").force("reference"):
+        assert kernel.kernelize(module, trust=[MyMLP]).served
+        assert not kernel.kernelize(MyMLP()).served, "it is named for one call"
+
+
+@pytest.mark.parametrize("trust", [MyMLP, "MyMLP", [1], ["MyMLP"], [int]])
+def test_what_is_no_class_of_modules(kernel, trust):
+    with pytest.raises(TypeError, match="trust must be a list of classes of modules"):
+        kernel.kernelize(nn.Linear(2, 2), trust=trust)
+
+
+class Inherits(llama.LlamaMLP):
+    pass
+
+
+class Overrides(llama.LlamaMLP):
+    def forward(self, x):
+        return super().forward(x)
+
+
+CONFIG = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
+
+
+def test_an_inherited_forward_is_transformers_own(kernel, reference):
+    config = transformers.LlamaConfig(**CONFIG)
+    assert kernel.kernelize(Inherits(config)).served
+    assert kernel.kernelize(Overrides(config)).left
+    assert kernel.kernelize(Overrides(config), trust=[Overrides]).served
+
+
+def patched(*args, **kwargs):
+    raise AssertionError("it is not called by a trial")
+
+
+PATCHES = {
+    "a method of the class": (llama.LlamaMLP, llama.LlamaMLP, "forward"),
+    "a helper": (llama.LlamaAttention, llama, "apply_rotary_pos_emb"),
+    "a helper of the helper": (llama.LlamaAttention, llama, "rotate_half"),
+    "a function of torch": (mixtral.MixtralTopKRouter, torch, "topk"),
+    "another": (llama.LlamaRMSNorm, torch, "rsqrt"),
+    "a function of its namespaces": (mixtral.MixtralTopKRouter, F, "linear"),
+}
+
+
+@pytest.mark.parametrize("patch", PATCHES)
+def test_patches_before_and_after(kernel, monkeypatch, patch):
+    """By a function of somebody's, in transformers or in torch."""
+    kind, home, name = PATCHES[patch]
+    trust = submodule("models.trust")
+    pins = trust.code_of(kind).pins
+    assert pins.unchanged()
+    monkeypatch.setattr(home, name, patched)
+    assert not pins.unchanged()
+    with pytest.raises(submodule("models.code").Refused, match="patched"):
+        trust.code_of(kind)
+    monkeypatch.undo()
+    assert trust.code_of(kind).pins.unchanged() and pins.unchanged()
+
+
+def test_a_layer_gives_the_dtype_of_its_class(kernel):
+    """In the dtypes that no model is made with, too: ours is compared in all of them."""
+    from tiny_models import random_model
+
+    model = random_model("llama").bfloat16()
+    own = copy.deepcopy(model).model.layers[0]
+    with submodule("runtime.dispatch").force("reference"):
+        kernel.kernelize(model)
+        for dtype in (torch.bfloat16, torch.float32):
+            x = torch.randn(1, 3, 32, dtype=dtype)
+            tables = torch.randn(2, 1, 3, 16, dtype=torch.bfloat16).unbind()
+            outs = []
+            for layer in (model.model.layers[0], own):
+                try:
+                    outs.append(layer(x, position_embeddings=tables).dtype)
+                except RuntimeError:
+                    outs.append(RuntimeError)
+            assert outs[0] is outs[1]
+
+
+class KeepsOrder(mixtral.MixtralTopKRouter):
+    def forward(self, hidden_states):
+        logits, weights, ids = super().forward(hidden_states)
+        return logits, weights.flip(-1), ids.flip(-1)
+
+
+def test_a_router_keeps_the_order_of_its_experts(kernel, monkeypatch):
+    config = transformers.MixtralConfig(**CONFIG, num_local_experts=6, num_experts_per_tok=3)
+    monkeypatch.setattr(submodule("models.moe_blocks"), "_why_not_dtype", lambda *args: None)
+    form_of = submodule("models.moe_blocks").form_of
+    assert form_of(mixtral.MixtralTopKRouter(config)) is not None
+    with submodule("models.trust").trusting((KeepsOrder,)):
+        with pytest.raises(submodule("models.code").Refused, match="fused_topk"):
+            form_of(KeepsOrder(config))

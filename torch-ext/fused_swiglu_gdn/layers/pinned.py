@@ -1,0 +1,209 @@
+"""What a module was recognised by, by identity, so that each call sees later changes."""
+
+import operator
+from types import CodeType, FunctionType
+from typing import Dict, FrozenSet, List, Optional, Tuple
+
+import torch
+from torch import nn
+
+PLAIN_VALUES = (bool, int, float, str)
+CONTAINERS = (dict, list, tuple, set, frozenset)
+MACHINERY = ("transformers.integrations.", "transformers.utils.", "kernels.")
+MOST = 64  # entries of a container that is looked into
+ABSENT = object()
+SPACES = ("_parameters", "_modules", "_buffers")
+_content = operator.attrgetter("cell_contents")
+_function = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
+
+
+def found_at(module: nn.Module, path: str) -> object:
+    """The attribute of a module at a path such as "config.use_rope", or None."""
+    value = module
+    for name in path.split("."):
+        value = getattr(value, name, None)
+    return value
+
+
+class Frozen:
+    """The contents of a container at one time, with all that is in it."""
+
+    def __init__(self, value: object):
+        self.contents = _contents(value)
+
+    def __eq__(self, other: object) -> bool:
+        return self.contents == (other.contents if type(other) is Frozen else _contents(other))
+
+    def __hash__(self) -> int:
+        return hash(self.contents)
+
+
+class _Same:
+    """An object, whatever it is equal to."""
+
+    def __init__(self, value: object):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is _Same and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def _contents(value: object) -> tuple:
+    kind = type(value)
+    if kind is dict:
+        return kind, tuple([(_contents(k), _contents(v)) for k, v in value.items()])
+    if kind in (list, tuple):
+        return kind, tuple(map(_contents, value))
+    if kind in (set, frozenset):
+        return kind, frozenset(map(_contents, value))
+    return kind, (value if kind in PLAIN_VALUES else _Same(value))
+
+
+class Given:
+    """Stands for any value but None."""
+
+
+GIVEN = Given()
+
+
+def holds(module: nn.Module, guards: Tuple[Tuple[str, object], ...]) -> bool:
+    """True if the attributes at these paths still have these values, of the same types."""
+    attributes = module.__dict__
+    for path, value in guards:
+        if value is ABSENT:
+            if any([path in attributes[s] for s in SPACES]) or path in attributes:
+                return False
+            continue
+        found = attributes[path] if path in attributes else found_at(module, path)
+        if found is value:
+            continue
+        kind = type(value)
+        if kind is Given:
+            if found is None:
+                return False
+        elif kind is not Frozen and kind is not type(found) or found != value:
+            return False
+    return True
+
+
+class Pinned:
+    """The functions of which a forward consists, and what they find by name."""
+
+    patched: Optional[str] = None  # what had been patched before
+
+    def __init__(
+        self,
+        names: Tuple[Tuple[dict, str, object], ...],  # (namespace, name, value)
+        codes: Tuple[Tuple[FunctionType, CodeType], ...],  # reloading tools replace codes
+        methods: Tuple[str, ...] = (),  # attributes of the class that it asks its module for
+    ):
+        self.names, self.codes, self.methods = names, codes, methods
+
+    def unchanged(
+        self, module: Optional[nn.Module] = None, guards: Tuple[Tuple[str, object], ...] = ()
+    ) -> bool:
+        """True if none has been patched since, the module hides no attribute of its class, and its
+        attributes at these paths still have the values by which it was recognised."""
+        if module is not None:
+            attributes = module.__dict__
+            for name in self.methods:
+                if name in attributes:
+                    return False
+            if guards and not holds(module, guards):
+                return False
+        for namespace, name, value in self.names:
+            if namespace.get(name) is not value:
+                return False
+        for function, code in self.codes:
+            if function.__code__ is not code:
+                return False
+        return True
+
+
+def _is_machinery(space: dict) -> bool:
+    """The globals of a file that transformers' models have in common."""
+    return str(space.get("__name__")).startswith(MACHINERY)
+
+
+class Pins(Pinned):
+    """All that the code of a class's forward names, looked at together (models/pins.py)."""
+
+    def __init__(
+        self,
+        kind: type,
+        names: Tuple[Tuple[dict, str, object], ...],
+        functions: Tuple[FunctionType, ...],
+        cells: tuple,  # free variables of the functions
+        methods: FrozenSet[str],
+        looked_for: FrozenSet[str],  # names that the class, its bases and tensors are asked for
+    ):
+        self.kind, self.mro, self.names, self.methods = kind, kind.__mro__, names, methods
+        self.functions, self.looked_for = functions, looked_for
+        self.codes = tuple([(f, f.__code__) for f in functions])
+        self.states = list(map(_function, functions))
+        self.cells, self.contents = cells, list(map(_content, cells))
+        self.groups: List[tuple] = []  # (getter of several names, namespace, values)
+        self.plain: List[tuple] = []  # what might be equal to something else
+        self.deep: List[tuple] = []  # what can be changed as it is
+        by_space: Dict[int, list] = {}
+        for space, name, value in names:
+            if isinstance(value, (*PLAIN_VALUES, type(None), torch.Tensor)):
+                self.plain.append((space, name, value))
+            else:
+                by_space.setdefault(id(space), []).append((space, name, value))
+            if type(value) in CONTAINERS and not _is_machinery(space):
+                self.look_into(value)
+        for entries in by_space.values():
+            asked = [name for _, name, _ in entries]
+            values = tuple([value for _, _, value in entries])
+            if len(asked) == 1:  # a getter of one name gives no tuple
+                asked, values = asked * 2, values * 2
+            self.groups.append((operator.itemgetter(*asked), entries[0][0], values))
+        for function in functions:
+            if not _is_machinery(function.__globals__):
+                for cell in function.__closure__ or ():
+                    self.look_into(cell.cell_contents if cell in cells else None)
+        spaces = [vars(base) for base in (*self.mro[: self.mro.index(nn.Module) + 1], torch.Tensor)]
+        self.sizes = [(space, len(space), self.known_in(space)) for space in spaces]
+
+    def look_into(self, value: object) -> None:
+        if type(value) in CONTAINERS and len(value) <= MOST:
+            self.deep.append((value, Frozen(value)))
+
+    def known_in(self, space: dict) -> frozenset:
+        return self.looked_for.intersection(space)
+
+    def unchanged(
+        self, module: Optional[nn.Module] = None, guards: Tuple[Tuple[str, object], ...] = ()
+    ) -> bool:
+        if module is not None:
+            attributes = module.__dict__
+            if not self.methods.isdisjoint(attributes):
+                return False
+            if not attributes.keys().isdisjoint(attributes["_modules"]):
+                return False  # an entry hides a part
+            if guards and not holds(module, guards):
+                return False
+        if self.kind.__mro__ is not self.mro:
+            return False
+        try:
+            for get, space, values in self.groups:
+                if get(space) != values:
+                    return False
+            if list(map(_function, self.functions)) != self.states:
+                return False
+            if list(map(_content, self.cells)) != self.contents:
+                return False
+        except (KeyError, RuntimeError, ValueError):  # it is gone, or compares as arrays do
+            return False
+        for space, name, value in self.plain:
+            if space.get(name, ABSENT) is not value:
+                return False
+        for value, frozen in self.deep:
+            if frozen != value:
+                return False
+        # a name that is set later hides one behind it
+        return not any([len(s) != n and self.known_in(s) != known for s, n, known in self.sizes])

@@ -1,0 +1,132 @@
+"""Stubs of what attention hands its tensors to, a cache and the registry of attention functions,
+and probe modules whose attributes are stand-ins."""
+
+import contextlib
+import sys
+import threading
+from typing import Dict, List
+
+import torch
+from torch import nn
+
+from ..layers.pinned import found_at
+from .stand_ins import Opaque, random
+
+
+class Cache(Opaque):
+    """An argument whose update returns other tensors of twice the length."""
+
+    def __init__(self, name: str):
+        self.__dict__.update(opaque_name=name, calls=[])
+
+    def update(self, *args, **more):
+        k, v, index, *rest = (*args, *map(more.pop, UPDATED[len(args) :]))
+        # copies: what follows may write to them
+        for values, places in ((rest, range(len(rest))), (more, list(more))):
+            for at in places:
+                if type(values[at]) is dict:
+                    values[at] = dict(values[at])
+        self.calls.append((k, v, index, rest, more))
+        return torch.cat([k * 0.5, k], -2), torch.cat([v * 0.25, v], -2)
+
+
+UPDATED = ("key_states", "value_states", "layer_idx")  # as caches call what they are updated with
+
+
+class Interface:
+    """Stub of the registry of attention functions, and of the function that it returns.
+
+    Its calls are None in the log of the parts' calls.
+    """
+
+    def __init__(self, log: list):
+        self.calls, self.asked, self.log = [], [], log
+
+    def get_interface(self, attn_implementation, default):
+        self.asked.append((attn_implementation, default))
+        return self
+
+    def __call__(self, module, query, key, value, attention_mask, **kwargs):
+        B, H, T, _ = query.shape
+        out = random(B, T, H, value.shape[-1], seed=11, dtype=query.dtype).clone()
+        self.log.append(None)
+        self.calls.append((module, query, key, value, attention_mask, kwargs, out))
+        return out, "weights"
+
+
+_registry = threading.Lock()
+
+
+@contextlib.contextmanager
+def asked_by_this_thread(trial):
+    """Makes transformers' registry return the trial's current `interface` in this thread."""
+    registry = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
+    me, attributes, kind = threading.get_ident(), registry.__dict__, type(registry)
+    with _registry:
+        kept, own = attributes.get("get_interface"), registry.get_interface
+        item, has_item = kind.__getitem__, "__getitem__" in vars(kind)
+
+        def get_interface(*args, **kwargs):
+            mine = threading.get_ident() == me
+            return (trial.interface.get_interface if mine else own)(*args, **kwargs)
+
+        def element(self, name):
+            mine = self is registry and threading.get_ident() == me
+            return trial.interface.get_interface(name, None) if mine else item(self, name)
+
+        attributes["get_interface"], kind.__getitem__ = get_interface, element
+        try:
+            yield
+        finally:
+            if has_item:
+                kind.__getitem__ = item
+            else:
+                del kind.__getitem__
+            del attributes["get_interface"]
+            if kept is not None:
+                attributes["get_interface"] = kept
+
+
+class View:
+    """An object with another value at one path."""
+
+    def __init__(self, owner: object, path: List[str], value: object):
+        self.__dict__["view"] = owner, path, value
+
+    def __getattr__(self, name: str):
+        owner, path, value = self.__dict__["view"]
+        if name != path[0]:
+            return getattr(owner, name)
+        return value if len(path) == 1 else View(getattr(owner, name), path[1:], value)
+
+
+class Watched:
+    """An object that notes the paths of the attributes that it is asked for."""
+
+    def __init__(self, owner: object, path: str, seen: set):
+        self.__dict__["watched"] = owner, path, seen
+
+    def __getattr__(self, name: str):
+        owner, path, seen = self.__dict__["watched"]
+        seen.add(f"{path}.{name}")
+        found = getattr(owner, name)
+        plain = isinstance(found, (dict, list, tuple, set, torch.Tensor)) or callable(found)
+        return (
+            found
+            if plain or not hasattr(found, "__dict__")
+            else Watched(found, f"{path}.{name}", seen)
+        )
+
+
+def put(twin: nn.Module, values: Dict[str, object]) -> None:
+    """Sets attributes of a probe module, by their paths."""
+    for path, value in values.items():
+        name, *rest = path.split(".")
+        twin.__dict__[name] = View(getattr(twin, name), rest, value) if rest else value
+
+
+def readable(module: nn.Module, path: str) -> bool:
+    """True if the module has an attribute at the path for which a check may substitute a value."""
+    if path == "training" or path.split(".")[0] in (*module._modules, *module._buffers):
+        return False
+    return found_at(module, path) is not None

@@ -1,0 +1,247 @@
+"""What a forward of a class finds by name, as identities: from code objects, without their text.
+
+All names in the forward's code, in what is around it and in the functions that it calls by name are
+looked up where Python would find them: in their globals, in torch's namespaces, in the class and
+its bases, in free variables and defaults. Functions of torch and of Python's library are pinned,
+and not walked.
+"""
+
+import functools
+import os
+import sys
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import List, Optional, Set
+
+import torch
+from torch import nn
+
+from ..layers.own_code import codes_in, codes_of
+from ..layers.pinned import Pins
+from .code import MACHINERY
+
+OWN = ("transformers", "kernels")  # whose functions are walked wherever they are named
+OTHERS = ("torch", "accelerate")  # whose are not
+GROWS = ("torch", "transformers", "math", "operator")  # modules that are looked into by name
+OF_TENSORS = vars(torch.Tensor)
+OPERATORS = frozenset(
+    f"__{side}{name}__"
+    for name in (
+        "add and eq floordiv ge getitem gt invert le lt matmul mod mul ne neg or pow setitem sub "
+        "truediv xor"
+    ).split()
+    for side in ("", "r", "i")
+)
+STDLIB = (os.path.dirname(os.__file__) + os.sep, "<frozen")
+
+
+@functools.lru_cache(maxsize=16)
+def _roots(packages: tuple, known: tuple) -> tuple:
+    return tuple([os.path.dirname(file) + os.sep for file in known if file])
+
+
+def is_of(code: CodeType, *packages: str) -> bool:
+    """A code object is of a file of one of these packages, as they are installed."""
+    known = tuple([getattr(sys.modules.get(name), "__file__", None) for name in packages])
+    return code.co_filename.startswith(_roots(packages, known))
+
+
+def in_its_file(function: FunctionType) -> bool:
+    """A function's code is that of the file of its module, as the module's loader reads it."""
+    name = function.__globals__.get("__name__", "")
+    known = sys.modules.get(name)
+    return (
+        known is not None
+        and known.__dict__ is function.__globals__
+        and function.__code__ in codes_of(name)
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def names_in(code: CodeType) -> frozenset:
+    return frozenset([name for each in codes_in(code) for name in each.co_names])
+
+
+@functools.lru_cache(maxsize=4096)
+def words_in(code: CodeType) -> frozenset:
+    """The strings in it that may be names."""
+    found = [c for each in codes_in(code) for c in each.co_consts]
+    return frozenset([c for c in found if isinstance(c, str) and c.isidentifier()])
+
+
+def functions_in(value: object) -> List[FunctionType]:
+    """The Python functions of which a value consists that is found by name."""
+    if isinstance(value, (staticmethod, classmethod, MethodType)):
+        value = value.__func__
+    if isinstance(value, property):
+        value = value.fget
+    if isinstance(value, FunctionType):
+        return [value]
+    if isinstance(value, functools.partial):
+        return functions_in(value.func)
+    if type(value).__name__ == "_lru_cache_wrapper":
+        return functions_in(value.__wrapped__)
+    if isinstance(value, nn.Module):  # a function that `kernels` wraps
+        bound = vars(value).get("forward")
+        return functions_in(type(value).forward) + functions_in(bound)
+    if isinstance(value, (list, tuple)):
+        return [function for each in value for function in functions_in(each)]
+    return []
+
+
+class Walk:
+    """All that the forward, or another method, of a class consists of. named: the user has named
+    the class, whose functions are walked wherever they are."""
+
+    def __init__(self, kind: type, method: str = "forward", named: bool = False):
+        self.kind, self.named = kind, named
+        self.bases = kind.__mro__[: kind.__mro__.index(nn.Module)]
+        self.names: dict = {}
+        self.cells: dict = {}
+        self.functions: List[FunctionType] = []  # which are pinned
+        self.walked: List[FunctionType] = []
+        self.asked: Set[str] = set()  # names that the class is asked for
+        self.words: Set[str] = set()
+        self.members: Set[str] = set()  # attributes of the class among them
+        self.foreign: Optional[str] = None  # a function that is nobody's whom we trust
+        self.patched: Optional[str] = None
+        self.spaces = [vars(base) for base in self.bases]
+        self.of_class({method})
+
+    def pins(self) -> Pins:
+        looked_for = self.asked | OPERATORS | {*MACHINERY, "__call__"}
+        for name in (self.asked | OPERATORS).intersection(OF_TENSORS):
+            self.pin(OF_TENSORS, name, OF_TENSORS[name])
+        return Pins(
+            self.kind, tuple(self.names.values()), tuple(self.functions),
+            tuple(self.cells.values()), frozenset(self.members - {"forward"}),
+            frozenset(looked_for),
+        )  # fmt: skip
+
+    def pin(self, space: dict, name: str, value: object) -> bool:
+        """Whether it was not known."""
+        if (id(space), name) in self.names:
+            return False
+        self.names[id(space), name] = (space, name, value)
+        return True
+
+    def of_class(self, names: Set[str]) -> None:
+        """Class attributes of these names, of every base: super() may ask for any of them."""
+        new, self.asked = names - self.asked, self.asked | names
+        for space in self.spaces:
+            for name in new.intersection(space):
+                self.members.add(name)
+                if self.pin(space, name, space[name]):
+                    self.value(name, space[name])
+
+    def value(self, name: str, value: object, by: Optional[dict] = None) -> None:
+        for function in functions_in(value):
+            if function not in self.functions:
+                self.function(name, function, by)
+
+    @staticmethod
+    def is_imported(function: FunctionType, by: Optional[dict]) -> bool:
+        """A file of transformers whose namespace this is imports the package of a function."""
+        home, package = (by or {}).get("__name__", ""), (function.__module__ or "").split(".")[0]
+        if not home.startswith("transformers.") or not in_its_file(function):
+            return False
+        names = {name for code in codes_of(home) for name in code.co_names}
+        return package in {name.split(".")[0] for name in names}
+
+    def function(self, name: str, function: FunctionType, by: Optional[dict] = None) -> None:
+        """name: by which it is found; by: the globals of the function that names it."""
+        self.functions.append(function)
+        code, words = function.__code__, function.__kwdefaults__ or {}
+        for word, value in words.items():
+            self.pin(words, word, value)
+        if is_of(code, *OTHERS):
+            if self.patched is None and not in_its_file(function):
+                self.patched = name
+            return
+        if not is_of(code, *OWN):
+            if code.co_filename.startswith(STDLIB) and "site-packages" not in code.co_filename:
+                return
+            if self.is_imported(function, by):
+                return
+            self.foreign = self.foreign or name
+            if not self.named:
+                return
+        elif self.patched is None and not in_its_file(function):
+            self.patched = name
+        self.walked.append(function)
+        self.words |= words_in(code)
+        for variable, cell in zip(code.co_freevars, function.__closure__ or ()):
+            self.free_variable(variable, name, cell)
+        self.named_in(code, function.__globals__)
+
+    def free_variable(self, variable: str, name: str, cell) -> None:
+        try:
+            value = cell.cell_contents
+        except ValueError:  # it is empty
+            return
+        self.cells[id(cell)] = cell
+        if isinstance(value, str):
+            self.words.add(value)
+        if variable != "__class__":
+            self.value(name, value)
+
+    def named_in(self, code: CodeType, space: dict) -> None:
+        """What names in a code object stand for, whose function has these globals."""
+        names, modules = names_in(code), []
+        if "getattr" in names or "hasattr" in names:
+            names = names | words_in(code)
+        self.of_class(set(names))
+        for name in sorted(names.intersection(space)):
+            value = space[name]
+            new = self.pin(space, name, value)
+            if isinstance(value, ModuleType):
+                modules.append(value)
+            elif new:
+                self.value(name, value, space)
+        for module in modules:  # which grows: torch.nn.functional.silu
+            inside = vars(module)
+            for name in sorted(names.intersection(inside)):
+                value = inside[name]
+                if isinstance(value, ModuleType):
+                    if value not in modules and value.__name__.split(".")[0] in GROWS:
+                        self.pin(inside, name, value)
+                        modules.append(value)
+                elif self.pin(inside, name, value):
+                    self.value(name, value, space)
+                    if module.__name__.split(".")[0] == "torch" and not _is_torchs(value):
+                        self.patched = self.patched or f"{module.__name__}.{name}"
+
+
+PLAIN = (BuiltinFunctionType, type, str, int, float, tuple, list, dict, set, type(None))
+
+
+def _is_torchs(value: object) -> bool:
+    """What torch's own namespaces hold: functions in C or of its files, classes, numbers, objects
+    of its own."""
+    if type(value) is FunctionType:
+        return is_of(value.__code__, "torch")
+    return isinstance(value, PLAIN) or type(value).__module__.startswith("torch")
+
+
+def wrapped_in(forward: object) -> List[object]:
+    """All functions that a forward consists of: decorators and what they hold, outermost first."""
+    found, left = [], [forward]
+    while left:
+        function = left.pop(0)
+        if isinstance(function, (staticmethod, classmethod)):
+            function = function.__func__
+        if function in found:
+            continue
+        found.append(function)
+        if not isinstance(function, FunctionType):
+            inner = getattr(function, "__wrapped__", None) or getattr(function, "func", None)
+            left += [] if inner is None else [inner]
+            continue
+        # a decorator: __wrapped__ alone could say anything
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+            try:
+                value = cell.cell_contents
+            except ValueError:
+                continue
+            if isinstance(value, FunctionType) and name != "__class__":
+                left.append(value)
+    return found
