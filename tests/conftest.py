@@ -230,6 +230,14 @@ def trusts_all(monkeypatch):
     """Every class that is not transformers' own is one that kernelize(model, trust=[..]) names."""
     for name in ("trust", "experts"):
         monkeypatch.setattr(submodule(f"models.{name}"), "is_named", is_other)
+    monkeypatch.setattr(submodule("models.experts"), "_named", Others())
+
+
+class Others(set):
+    """All classes that stand in no file of transformers."""
+
+    def __contains__(self, kind: type) -> bool:
+        return is_other(kind)
 
 
 def is_other(kind: type) -> bool:

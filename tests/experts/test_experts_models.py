@@ -11,6 +11,7 @@ from conftest import submodule
 from tiny_models import BASE, CONFIGS, check_the_same, random_model, serve_blocks, tokens
 
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("trusts_all")
 moe = pytest.importorskip("transformers.integrations.moe")
 experts = submodule("models.experts")
 NAME = "fused_swiglu_gdn"

@@ -246,7 +246,7 @@ def other_decay(monkeypatch, kind):
 
 
 def test_code_that_is_not_in_the_file_is_left_alone(kernel, monkeypatch):
-    """Even if the file is said to have it: the reader compares it with the source."""
+    """Its code is that of no file."""
     model = random_model("qwen3_5_text")
     kind = type(gdn_of(model))
     forward = other_decay(monkeypatch, kind)
