@@ -14,6 +14,7 @@ from torch import nn
 from ..layers.forward import Word, Words
 from ..layers.latent_attention import POSITION_SCALE, LatentForm, scale_by_position
 from ..layers.pinned import GIVEN
+from ..layers.plain import told
 from .attention_learning import FIRST, Case, Run
 from .attention_trial import AttentionTrial, asks_for_attention, form_by
 from .code import Refused
@@ -62,8 +63,9 @@ def is_latent(module: nn.Module) -> bool:
 def _norm_widths(module: nn.Module) -> Iterator[int]:
     for part in module._modules.values():
         weight = None if part is None else part._parameters.get("weight")
-        if weight is not None and weight.ndim == 1:
-            yield len(weight)
+        shape = None if weight is None else told(weight, "shape")
+        if shape is not None and len(shape) == 1:
+            yield shape[0]
 
 
 class LatentTrial(AttentionTrial):
