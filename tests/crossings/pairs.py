@@ -95,6 +95,10 @@ def why_not_here(pair: Pair, device: str) -> str:
     for package in use.needs:
         if importlib.util.find_spec(package) is None:
             return f"needs {package}"
+    if device == "cuda" and pair.use == "LoRA with dropout: a step of training":
+        return (
+            "kernels draw masks of their own (docs/training.md): tests/lora holds their statistics"
+        )
     if use.gpus > (torch.cuda.device_count() if device == "cuda" else 0):
         return f"needs {use.gpus} GPUs" if use.gpus > 1 else "needs a GPU"
     if use.processes and device == "cuda" and torch.cuda.device_count() < 2:

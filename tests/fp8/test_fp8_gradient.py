@@ -85,7 +85,8 @@ def test_adapters(kernel, monkeypatch, device, checkpoints):
     transformers' own modules, of which none runs."""
     model, ours, calls = adapted(monkeypatch, device)
     report = kernel.kernelize(ours)
-    assert not report.left and [row.kind for row in report.rows].count("FP8Linear") == 14
+    assert {row.layer for row in report.left} <= {"LoraLinear"}  # of nn.Linear alone
+    assert [row.kind for row in report.rows].count("FP8Linear") == 14
     if checkpoints:
         ours.gradient_checkpointing_enable({"use_reentrant": False})
     ids = torch.randint(5, 90, (2, 40), generator=torch.Generator().manual_seed(0)).to(device)

@@ -313,37 +313,41 @@ MUTANTS = {  # of DeepSeek-V3's forward
 }  # fmt: skip
 
 
-def changed_attention(monkeypatch, before="", after=""):
+def changed_attention(before="", after=""):
     """A module whose class has another text, which counts as transformers' own."""
     attention = attention_of(random_model("deepseek_v3", attention_bias=False))
     own, space = type(attention), dict(vars(inspect.getmodule(type(attention))))
     text = inspect.getsource(own)
     assert before in text
     exec(text.replace(before, after) if before else text, space)
-    monkeypatch.setattr(latent_trial, "why_not_own", lambda function: None)
-    monkeypatch.setattr(latent_trial, "own_names", lambda function: [])
     object.__setattr__(attention, "__class__", space[own.__name__])
     return attention
 
 
+def form_of(attention):
+    """What the trial finds for a class that the user has named."""
+    with submodule("models.trust").trusting((type(attention),)):
+        return latent_trial.latent_form(attention)
+
+
 @pytest.mark.parametrize("change", MUTANTS)
-def test_mutants(change, monkeypatch):
+def test_mutants(change):
     """A forward that computes something else is not taken for latent attention."""
-    attention = changed_attention(monkeypatch, *MUTANTS[change])
+    attention = changed_attention(*MUTANTS[change])
     with pytest.raises(submodule("models.code").Refused):
-        latent_trial.latent_form(attention)
+        form_of(attention)
 
 
-def test_values_that_are_made(monkeypatch):
+def test_values_that_are_made():
     """A scale and a layer that a forward makes of attributes are those of these attributes."""
-    attention = changed_attention(monkeypatch)
-    form = latent_trial.latent_form(attention)
+    attention = changed_attention()
+    form = form_of(attention)
     assert form.rotary == "pairs_to_halves" and form.index.what == "layer_idx"
-    attention = changed_attention(monkeypatch, "scaling=self.scaling", "scaling=self.scaling * 2")
-    (scaling,) = [w for w in latent_trial.latent_form(attention).words if w.name == "scaling"]
+    attention = changed_attention("scaling=self.scaling", "scaling=self.scaling * 2")
+    (scaling,) = [w for w in form_of(attention).words if w.name == "scaling"]
     assert (scaling.how, scaling.what) == ("constant", 2 * attention.scaling)
-    attention = changed_attention(monkeypatch, "k_rot, self.layer_idx", "k_rot, self.layer_idx + 1")
-    form = latent_trial.latent_form(attention)
+    attention = changed_attention("k_rot, self.layer_idx", "k_rot, self.layer_idx + 1")
+    form = form_of(attention)
     assert form.index.what == 1 and ("layer_idx", 0) in form.guards
 
 

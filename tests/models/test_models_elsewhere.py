@@ -113,7 +113,7 @@ def test_a_model_without_memory(kernel):
 STARTS_CUDA = (
     (torch.cuda, "_lazy_init"), (torch.cuda, "is_available"), (torch.cuda, "current_device"),
     (torch.cuda, "get_device_capability"), (torch.cuda, "get_device_properties"),
-    (torch._C, "_cuda_getDeviceCount"), (torch._C, "_cuda_init"),
+    (torch._C, "_cuda_getDeviceCount"), (torch._C, "_cuda_init"), (torch.autograd, "grad"),
 )  # fmt: skip
 
 
@@ -126,6 +126,7 @@ def no_cuda(monkeypatch):
 
     for where, name in STARTS_CUDA:
         monkeypatch.setattr(where, name, refuse, raising=False)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5_moe_text", "olmo_hybrid"])

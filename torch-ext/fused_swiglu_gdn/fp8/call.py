@@ -27,7 +27,7 @@ def padded(rows: int) -> int:
 
 
 def blocks_of(n: int) -> int:
-    """How many scales n columns have, or n rows of a weight."""
+    """The number of scales of n columns, or of n rows of a weight."""
     return -(-n // BLOCK)
 
 

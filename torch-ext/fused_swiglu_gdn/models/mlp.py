@@ -27,6 +27,7 @@ from .stand_ins import (
     Raises,
     features,
     has_form_of,
+    may_differentiate,
     mixed,
     quiet,
     random,
@@ -194,7 +195,9 @@ def _why_another_formula(module, kind, facts: Facts, roles: Roles) -> Optional[s
                 reason = _why_not(module, kind, facts, roles, direct, dtype, case, modes)
             if reason is not None:
                 return reason
-        return _why_other_gradients(module, kind, facts, roles, direct)
+        if may_differentiate():
+            return _why_other_gradients(module, kind, facts, roles, direct)
+    return None
 
 
 def _why_other_gradients(module, kind, facts: Facts, roles: Roles, direct: set) -> Optional[str]:

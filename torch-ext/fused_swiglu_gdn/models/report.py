@@ -138,7 +138,8 @@ ITS_OWN = "nothing to do, no kernel computes this formula; their own forward sta
 TRIAL_FAILED = "nothing to do, the trial of these failed; their own forward stays right"
 ADVICE = (
     (r"trust=\[", "other people's code is tried where it is named (docs/models.md)"),
-    (r"when tried: (?!a part)|looking at it raises", TRIAL_FAILED),
+    # a ValueError is the class's own word that it does not compute this
+    (r"raises (?!ValueError)\w+ when tried: (?!a part)|looking at it raises", TRIAL_FAILED),
     (r"no kernels for meta|on the meta device", "load its weights, then call kernelize again"),
     (r"no kernels for cuda",
      "nothing to do, kernels need Triton, and a GPU from Ampere on or of AMD"),

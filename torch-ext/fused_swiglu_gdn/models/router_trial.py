@@ -18,7 +18,7 @@ from ..layers.plain import told
 from ..runtime.dtypes import HALF
 from .code import Refused
 from .facts import CHOOSE, Facts
-from .stand_ins import Raises, quiet, random, same, twin_of
+from .stand_ins import Raises, may_differentiate, quiet, random, same, twin_of
 from .trial import modes_of, sizes_of, why_odd_module
 
 F32 = torch.float32
@@ -142,7 +142,7 @@ def _tried(module, kind, facts: Facts, named: tuple, weights: dict, dims, scales
             rows += max(map(counts.get, found))
     if rows < LEAST_ROWS:
         raise Refused("its choice is uncertain")
-    if not _learns(module, kind, facts, named, weights, found[0]):
+    if may_differentiate() and not _learns(module, kind, facts, named, weights, found[0]):
         raise Refused(ANOTHER_GRADIENT)
     return found[0]
 

@@ -64,6 +64,12 @@ def _quietly():
     random.cache_clear()
 
 
+def may_differentiate() -> bool:
+    """False where autograd's engine would start CUDA: a process that has started it can no longer
+    fork children that use a GPU. Gradients are then not compared."""
+    return not torch.backends.cuda.is_built() or torch.cuda.is_initialized()
+
+
 @functools.lru_cache(maxsize=256)  # of one check
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = F64) -> torch.Tensor:
     """The same tensor at each call with the same arguments: writing to it is not allowed."""
