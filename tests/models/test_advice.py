@@ -36,6 +36,7 @@ REASONS = {  # as rows have them, and a word of what to do
     "its widths, 36 and 48, are not multiples of 8": "sizes",
     "its 4 output features are no multiple of 16, or less than 128": "sizes",
     "no CUDA graph: it cannot generate": "docs/decoding.md",
+    "MyMLP is no class of transformers: .. kernelize(model, trust=[MyMLP])": "where it is named",
     "its forward raises RuntimeError when tried: sizes": "the trial of these failed",
     "its activation is GELUActivation, by erf": "no kernel computes this formula",
     "its forward has `past_key_values.is_updated`": "no kernel computes this formula",

@@ -41,9 +41,9 @@ def test_an_error_of_the_process_is_no_verdict(error):
         raise error("no more")
 
     with pytest.raises(error):
-        stand_ins.result_of(forward, None, torch.ones(2))
+        stand_ins.result_of(forward, torch.nn.Module(), torch.ones(2))
     with pytest.raises(stand_ins.Raises, match="its forward raises ValueError when tried"):
-        stand_ins.result_of(_raises, None, torch.ones(2))
+        stand_ins.result_of(_raises, torch.nn.Module(), torch.ones(2))
 
 
 def _raises(twin, x):

@@ -35,7 +35,7 @@ def lies_so(weight: torch.Tensor, scale: torch.Tensor, K: int) -> bool:
 def _product(
     lead: tuple, K: int, weights: Sequence, scales: Sequence, plain: Sequence = ()
 ) -> Optional[Callable]:
-    """As Few: a function of tokens in FP8, weights and their scales that gives all products."""
+    """A function like Few: of tokens in FP8, weights and their scales that gives all products."""
     where, M = weights[0].device, math.prod(lead)
     if not (0 < M and 0 < K and K % ROWS == 0) or not all([w.device == where for w in weights]):
         return None
