@@ -131,7 +131,7 @@ class LatentAttention:
     def call(
         self, attention: nn.Module, x: torch.Tensor, given: dict, rest: dict
     ) -> Optional["_Call"]:
-        """What a call needs, or None if it is not one of ours."""
+        """Everything that a call needs, or None if it is not one of ours."""
         form, (C, R, _, _) = self.form, self.form.sizes
         past, mask = given.get(form.cache), given.get(form.mask)
         if form.positions is not None and given.get(form.positions) is None:
@@ -180,7 +180,7 @@ class LatentAttention:
         return latents, rotated, None
 
     def projected(self, parts: dict, x: torch.Tensor) -> tuple:
-        """Queries, in memory that nobody else sees, and latents beside the key."""
+        """Queries, in memory of its own, and latents beside the key."""
         first, *others = self.form.queries
         q, kv = projections(x, parts[first], parts[self.form.kv_a], unpatched=True)
         if others:
@@ -247,7 +247,7 @@ def _tables(form: LatentForm, tables, x: torch.Tensor, R: int) -> Optional[tuple
 
 
 def _grown(cache, index: int, x: torch.Tensor) -> Optional[int]:
-    """How many slots the layer of a cache that grows has after an update with the tokens of x
+    """The slots that the layer of a cache that grows has after an update with the tokens of x
     [B, T, D]; None of any other cache."""
     caches = sys.modules.get("transformers.cache_utils")
     if caches is None or type(cache) not in (caches.Cache, caches.DynamicCache):

@@ -1,4 +1,4 @@
-"""What a module was recognised by, by identity, so that each call sees later changes."""
+"""Objects that a module was recognised by, by identity, so that each call sees later changes."""
 
 import operator
 from types import CodeType, FunctionType

@@ -212,8 +212,8 @@ def _gated(x: Tensor, w_gate, w_up, b_gate, b_up, activation: str) -> Tensor:
 
 
 def _part(z: Tensor, w_down: Tensor) -> Tensor:
-    """This rank's part of down's sum, z w_down^T; of a few tokens in fp32, so that it is rounded
-    once: the time of such a message is that of its latency."""
+    """Part of down's sum that this rank has, z w_down^T; of a few tokens in fp32, so that it is
+    rounded once: the time of such a message is that of its latency."""
     if z.dtype in HALF and z.numel() <= MAX_TOKENS * z.shape[-1]:
         y = project(z, [w_down], fp32=True)
         if y is not None:

@@ -27,7 +27,7 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def is_kept(seed: Tensor, adapter: int, M: int, K: int, p: float) -> Tensor:
-    """Which numbers of x [M, K] the dropout of an adapter keeps, as the kernels have it."""
+    """Mask of the numbers of x [M, K] that the dropout of an adapter keeps, as in kernels."""
     low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
     rows, words = (torch.arange(n, device=seed.device) for n in (M, K))
     more = (adapter + 1) * 0x9E3779B9

@@ -62,7 +62,7 @@ def _tensors(hidden, weight, bias, target, ignore_index: int) -> None:
 
 
 def _needs(call) -> tuple:
-    """Whether gradients of hidden, weight and bias are needed."""
+    """True for each of hidden, weight and bias whose gradient is needed."""
     return tuple([needs_grad((x,)) for x in call[:3]])
 
 

@@ -1,5 +1,5 @@
-"""What a forward may read of its module, without its text: the names in its code among the module's
-attributes, and what a first run on stand-ins asks for."""
+"""Attributes that a forward may read of its module, without its text: the names in its code among
+the module's attributes, and what a first run on stubs asks for."""
 
 import inspect
 from types import FunctionType, MethodType
@@ -22,7 +22,7 @@ DEEPEST = 3  # "config.text_config.width"
 
 
 class Known:
-    """What the code of a class says, whatever its module: remembered with the code."""
+    """Facts of the code of a class, whatever its module: remembered with the code."""
 
     def __init__(self, code: Code):
         walk = code.walk
@@ -191,7 +191,7 @@ class _Spy:
 
 
 def _first_run(module: nn.Module, kind: type, forward) -> Optional[_Seen]:
-    """What a run of a forward of one argument asks for; None if it did not come to its end."""
+    """Attributes that a run of a forward of one argument asks for; None if it did not end."""
     seen = _Seen()
     try:
         recording = type(kind)(kind.__name__, (Recording, kind), {"__module__": kind.__module__})
@@ -219,7 +219,7 @@ def _first_run(module: nn.Module, kind: type, forward) -> Optional[_Seen]:
 
 
 def read(kind: type, module: nn.Module) -> Facts:
-    """What may be tried of a module of this class; raises Refused with the reason why not."""
+    """Facts of a module of this class; raises Refused with the reason why not."""
     code = code_of(kind)
     known = code.known = code.known or Known(code)
     if not code.pins.methods.isdisjoint(module.__dict__):

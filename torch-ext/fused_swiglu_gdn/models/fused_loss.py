@@ -219,7 +219,7 @@ class _Output(dict):
 
 
 def _logits_that_arrive(module: nn.Module, own: type, logits: Tensor) -> Optional[Tensor]:
-    """What the module's forward makes of what lm_head returns, if it gives that to its loss
+    """Logits that the module's forward makes of what lm_head returns, if it gives that to its loss
     function once and to its output, tried with parts that record; else None."""
     hidden = torch.zeros(1, 2, 4)
     ids, loss, got = torch.zeros(1, 2, dtype=torch.long), torch.zeros(()), []
@@ -249,7 +249,7 @@ def _logits_that_arrive(module: nn.Module, own: type, logits: Tensor) -> Optiona
 
 
 def _is_plain(module: nn.Module, own: type) -> Optional[bool]:
-    """Whether the module passes its logits on as they are; None if it does more with them than to
+    """True if the module passes its logits on as they are; None if it does more with them than to
     scale and to cap them."""
     logits = torch.zeros(1, 2, 3, dtype=torch.bfloat16)  # a copy in fp32 is another tensor
     if _logits_that_arrive(module, own, logits) is logits:

@@ -1,5 +1,5 @@
 """Stubs of what attention hands its tensors to, a cache and the registry of attention functions,
-and probe modules whose attributes are stand-ins."""
+and probe modules whose attributes are stubs."""
 
 import contextlib
 import sys

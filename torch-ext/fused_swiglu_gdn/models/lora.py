@@ -40,7 +40,7 @@ def lora_linear(module: nn.Module) -> Optional[tuple]:
 
 
 def note_of(module: nn.Module) -> Optional[str]:
-    """What is to be known of a served module, or None."""
+    """The remark about a served module, or None."""
     dropouts = module._modules.get("lora_dropout")
     if own_class(module).__module__ != HOME or dropouts is None:
         return None

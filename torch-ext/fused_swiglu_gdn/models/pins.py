@@ -1,4 +1,4 @@
-"""What a forward of a class finds by name, as identities: from code objects, without their text.
+"""Objects that a forward of a class finds by name, as identities: from code objects, without text.
 
 All names in the forward's code, in what is around it and in the functions that it calls by name are
 looked up where Python would find them: in their globals, in torch's namespaces, in the class and
@@ -118,7 +118,7 @@ class Walk:
         )  # fmt: skip
 
     def pin(self, space: dict, name: str, value: object) -> bool:
-        """Whether it was not known."""
+        """Returns True if it was not known."""
         if (id(space), name) in self.names:
             return False
         self.names[id(space), name] = (space, name, value)
@@ -185,7 +185,7 @@ class Walk:
             self.value(name, value)
 
     def named_in(self, code: CodeType, space: dict) -> None:
-        """What names in a code object stand for, whose function has these globals."""
+        """Objects that names in a code object stand for, whose function has these globals."""
         names, modules = names_in(code), []
         if "getattr" in names or "hasattr" in names:
             names = names | words_in(code)
@@ -215,8 +215,8 @@ PLAIN = (BuiltinFunctionType, type, str, int, float, tuple, list, dict, set, typ
 
 
 def _is_torchs(value: object) -> bool:
-    """What torch's own namespaces hold: functions in C or of its files, classes, numbers, objects
-    of its own."""
+    """True for what torch's own namespaces hold: functions in C or of its files, classes, numbers,
+    objects of its own."""
     if type(value) is FunctionType:
         return is_of(value.__code__, "torch")
     return isinstance(value, PLAIN) or type(value).__module__.startswith("torch")

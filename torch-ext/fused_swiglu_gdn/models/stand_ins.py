@@ -94,7 +94,7 @@ def same(a: object, b: torch.Tensor) -> bool:
 
 
 def mixed(*shape: int, seed: int = 0, dtype: torch.dtype = F64) -> torch.Tensor:
-    """Rows of all kinds of values in turn: usual ones, zeros, equal ones, large and small ones,
+    """Rows of all kinds of values: usual ones, zeros, equal ones, large and small ones,
     those of one sign."""
     x = random(*shape, seed=seed).clone()
     rows = x.view(-1, shape[-1])

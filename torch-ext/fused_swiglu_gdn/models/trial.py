@@ -137,7 +137,7 @@ class Trial:
         }
 
     def guards(self, values: dict) -> dict:
-        """Of values by their paths those that the forward may have read."""
+        """Values by their paths that the forward may have read."""
         return {p: value for p, value in values.items() if "." not in p or p in self.seen}
 
     def learned(self, run: Callable) -> object:
@@ -182,7 +182,7 @@ class Trial:
         return tuple([n for n in self.signature.names if n not in known and n in defaults])
 
     def unknown_words(self, count: int) -> dict:
-        """So many keywords that nobody knows, if the forward takes any."""
+        """So many unknown keywords, if the forward takes any."""
         names = [f"{WORD}_{i}" for i in range(count)] if self.signature.more else ()
         return {name: self.opaque[name] for name in names}
 

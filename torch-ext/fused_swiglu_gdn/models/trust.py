@@ -1,8 +1,9 @@
-"""Whose code a forward is: transformers' own classes are tried (trial.py), any other where the user
-has named it in kernelize(model, trust=[..]).
+"""Authors of a forward's code: transformers' own classes are tried (trial.py), any other where the
+user has named it in kernelize(model, trust=[..]).
 
 What people run is transformers' own code. Whether another call of any Python function might do
-something else than those that were tried has no answer, so nobody's code is tried unasked.
+something else than those that were tried has no answer, so other people's code is not tried
+unasked.
 """
 
 import contextlib

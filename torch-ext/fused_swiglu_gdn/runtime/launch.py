@@ -252,7 +252,7 @@ class Launch:
 
 
 def watches_here() -> tuple:
-    """Those that see the launches of this thread."""
+    """Watches that see the launches of this thread."""
     return (*_watches.get(None, ()), *_watches.get(threading.get_ident(), ()))
 
 

@@ -23,7 +23,7 @@ class Given:
 
 
 class _Waiting(threading.local):
-    """What a decoder layer gives to the module that it calls, until that has taken it."""
+    """Codes that a decoder layer gives to the module that it calls, until it has taken them."""
 
     it: Optional[Given] = None
 
@@ -60,8 +60,8 @@ def with_codes(
 
 
 def taken(x: torch.Tensor) -> Optional[Given]:
-    """Returns what is given with x, once: later, nobody can know that x is what it was. A write by
-    x.data, numpy, a graph or another library is counted nowhere."""
+    """Returns what is given with x, once: later, x may be another value. A write by x.data, numpy,
+    a graph or another library is counted nowhere."""
     it = _waiting.it
     if it is None or it.x is not x:
         return None

@@ -1,4 +1,4 @@
-"""What an FP8Linear multiplies by, looked at in every call."""
+"""Weights and scales of an FP8Linear, looked at in every call."""
 
 from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 

@@ -37,7 +37,7 @@ def _mixed(x):
 
 @triton.jit
 def _is_kept(seed_ptr, adapter: tl.constexpr, rows, words, p):
-    """Which numbers of x are kept, at these rows and columns, each [n, 1] or [1, n]."""
+    """Mask of the numbers of x that are kept, at these rows and columns, each [n, 1] or [1, n]."""
     seed = tl.load(seed_ptr)
     low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     other: tl.constexpr = ((adapter + 1) * 0x9E3779B9) & 0xFFFFFFFF

@@ -67,7 +67,7 @@ def _mantissa(count: Tensor, mean: bool, dtype: torch.dtype) -> Tuple[Tensor, Te
 
 
 class _Form:
-    """What the calls of one operation have in common: sizes, launches, memory for logits."""
+    """Common parts of the calls of one operation: sizes, launches, memory for logits."""
 
     def __init__(self, call, more: bool):
         hidden, weight, options = call.hidden, call.weight, call.options

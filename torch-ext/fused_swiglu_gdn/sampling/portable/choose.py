@@ -116,7 +116,7 @@ def _best_kernel(
     N,
     PART: tl.constexpr,
 ):
-    """The place of the largest of N keys."""
+    """Index of the largest of N keys."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, PART)
     best = tl.full((PART,), -0x7FFFFFFFFFFFFFFF, tl.int64)
