@@ -27,8 +27,9 @@ def multiplied(
     codes: Optional[Quantised] = None,
     plain: tuple = (),
 ) -> Optional[List[torch.Tensor]]:
-    """Products of FP8Linears with x [*lead, K], or with codes of x; then those with weights in bf16. None
-    where nothing computes them. The weights say that they need a gradient, and get none."""
+    """Products of FP8Linears with x [*lead, K], or with codes of x; then those with weights in
+    bf16. None where nothing computes them. The weights say that they need a gradient, and get
+    none."""
     if torch.is_grad_enabled():
         with torch.no_grad():
             return multiplied(lead, weights, x, codes, plain)
