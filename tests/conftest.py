@@ -242,6 +242,6 @@ class Others(set):
 
 def is_other(kind: type) -> bool:
     """The class stands in no file of transformers."""
-    home = os.path.dirname(sys.modules["transformers"].__file__)
+    home = os.path.dirname(importlib.util.find_spec("transformers").origin)
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     return not str(file).startswith(home)

@@ -347,8 +347,11 @@ def test_changed_forwards_are_not_served(everywhere):
     assert isinstance(blocks.form_of(block).found, blocks.Parts)
     assert blocks.form_of(torch.nn.Linear(3, 5)) is None and blocks.form_of(model) is None
     router.__class__ = Louder
-    with pytest.raises(blocks.Refused, match="not those of fused_topk"):
+    with pytest.raises(blocks.Refused, match=r"kernelize\(model, trust=\[Louder\]\)"):
         blocks.form_of(router)
+    with submodule("models.trust").trusting((Louder,)):
+        with pytest.raises(blocks.Refused, match="not those of fused_topk"):
+            blocks.form_of(router)
 
 
 @compiled
@@ -401,7 +404,7 @@ def test_patches_of_torch_count(everywhere, monkeypatch, where, name, patch):
         assert torch.allclose(found, expected, atol=1e-5) and not torch.allclose(found, plain, 1e-3)
         rows = serve_blocks(copy.deepcopy(model))
         (reason,) = {row.reason for row in rows if row.reason}
-        assert reason.startswith("its forward calls torch.") and reason.endswith("which is patched")
+        assert f"its forward calls {where.__name__}.{name}, which is patched" in reason
         patched.setattr(where, name, UNPATCHED[name])
         assert not any(row.reason for row in serve_blocks(copy.deepcopy(model)))
     assert all(torch.allclose(out, plain, atol=1e-5) for out in outputs())
@@ -432,7 +435,7 @@ def test_trials_on_a_default_device(monkeypatch):
 
 
 class KeywordRouter(torch.nn.Module):
-    """transformers' own router, but for its arguments."""
+    """The formula of transformers' routers, with other arguments."""
 
     hidden_dim, top_k, norm_topk_prob = 8, 2, True
 
@@ -457,7 +460,7 @@ def test_further_arguments(kernel, everywhere):
     """A call has those of the class's own forward, and no others."""
     router, x = KeywordRouter(), torch.randn(2, 3, 8)
     expected = router(x)
-    (row,) = serve_blocks(router)
+    (row,) = kernel.kernelize(router, only=["experts"], trust=[KeywordRouter]).rows
     assert row.reason is None
     for options in ({}, {"scale": 2}, {"position_ids": None}):
         for found in (router(x, **options), router(hidden_states=x, **options)):

@@ -183,7 +183,7 @@ class Pins(Pinned):
             attributes = module.__dict__
             if not self.methods.isdisjoint(attributes):
                 return False
-            if not attributes.keys().isdisjoint(attributes["_modules"]):
+            if attributes.keys() & attributes["_modules"].keys():
                 return False  # an entry hides a part
             if guards and not holds(module, guards):
                 return False

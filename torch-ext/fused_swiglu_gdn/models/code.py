@@ -35,7 +35,12 @@ def signature_of(function: FunctionType) -> Signature:
 
 
 class Refused(Exception):
-    """A forward, or a module, is of no known form; the message says why."""
+    """A forward, or a module, is of no known form; the message says why. pins: those objects with
+    which that is so, where it follows from them alone."""
+
+    def __init__(self, why: str, pins: tuple = ()):
+        super().__init__(why)
+        self.pins = pins
 
 
 # what nn.Module has for calling a module and for finding its parts

@@ -11,6 +11,7 @@ from typing import Iterator, NamedTuple, Optional, Tuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from ..experts import reference
 from ..experts.call import LEAST, TopkOptions
@@ -163,7 +164,7 @@ def _learns(module, kind, facts: Facts, named: tuple, weights: dict, choice: Cho
             else:
                 twin = twin_of(module, kind, parameters=names)
                 twin.__dict__["training"] = True
-                (logits, w, _), _ = _outputs(facts.forward, twin, leaf, named[1][0])
+                (logits, w, *_), _ = _outputs(facts.forward, twin, leaf, named[1][0])
             if not (logits.requires_grad and w.requires_grad):
                 return False
             found += torch.autograd.grad((logits.sin().sum() + (w * w.detach()).sum()), leaf)
@@ -194,12 +195,35 @@ def _inputs(named: tuple, weights: dict, dims: tuple, tokens: list) -> Iterator[
         yield x, names, tensors
 
 
+class Outputs(NamedTuple):
+    logits: torch.Tensor
+    weights: torch.Tensor
+    ids: torch.Tensor
+    unsorted: bool  # ids are in the order of a topk(sorted=False), which torch leaves open
+
+
+class Unsorted(TorchFunctionMode):
+    """Collects the indices of each topk(sorted=False)."""
+
+    def __init__(self):
+        super().__init__()
+        self.ids = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if function in (torch.topk, torch.Tensor.topk):
+            if not (kwargs or {}).get("sorted", args[4] if len(args) > 4 else True):
+                self.ids.append(out[1].clone())
+        return out
+
+
 def _outputs(forward, twin: nn.Module, x: torch.Tensor, experts: int) -> tuple:
-    """(logits, weights, ids) of a forward, and their order; raises Refused."""
+    """The Outputs of a forward, and their order; raises Refused."""
     given = (x, *twin._parameters.values())
     before = [tensor._version for tensor in given]
     try:
-        out = forward(twin, x)
+        with Unsorted() as unsorted:
+            out = forward(twin, x)
     except Exception as error:
         raise Raises(error) from None
     if type(out) is not tuple or [*map(type, out)] != [torch.Tensor] * 3:
@@ -221,7 +245,8 @@ def _outputs(forward, twin: nn.Module, x: torch.Tensor, experts: int) -> tuple:
         raise Refused(ANOTHER_RESULT)
     if not 0 <= int(ids.min()) <= int(ids.max()) < experts:
         raise Refused(ANOTHER_RESULT)
-    return (logits, weights, ids), tuple(map(places.index, range(3)))
+    found = Outputs(logits, weights, ids, any([torch.equal(ids, i) for i in unsorted.ids]))
+    return found, tuple(map(places.index, range(3)))
 
 
 def _in_order(top: torch.Tensor, theirs: torch.Tensor, mine: torch.Tensor, rows) -> bool:
@@ -231,9 +256,9 @@ def _in_order(top: torch.Tensor, theirs: torch.Tensor, mine: torch.Tensor, rows)
     return torch.equal(theirs[sure], mine[sure])
 
 
-def _candidates(x: torch.Tensor, out: tuple, named: tuple, more: tuple, scales: tuple) -> list:
+def _candidates(x: torch.Tensor, out: Outputs, named: tuple, more: tuple, scales: tuple) -> list:
     """The choices that the first run, in bf16, leaves possible."""
-    logits, weights, ids = out
+    logits, weights, ids, _ = out
     dtype = None if weights.dtype == x.dtype else weights.dtype
     wide = ((False, False),) if logits.dtype == x.dtype else ((True, False), (False, True))
     every = itertools.product(wide, LEAST, (True, False), scales)
@@ -251,12 +276,12 @@ def _is_product(x: torch.Tensor, tensors: tuple, theirs: torch.Tensor, choice: C
     return bool((mine - theirs).abs().max() <= 4 * eps * mine.abs().max())
 
 
-def _rows_alike(out: tuple, bias, choice: Choice, x: torch.Tensor) -> Optional[int]:
+def _rows_alike(out: Outputs, bias, choice: Choice, x: torch.Tensor) -> Optional[int]:
     """The number of tokens whose choice is certain, or None.
 
     None if one of these has other weights or experts than the candidate.
     """
-    (logits, weights, ids), K, E = out, choice.top_k, choice.shape[0]
+    (logits, weights, ids, unsorted), K, E = out, choice.top_k, choice.shape[0]
     if weights.dtype != (choice.dtype or x.dtype) or ids.shape[1] != K:
         return None
     wide = logits.double()
@@ -269,7 +294,8 @@ def _rows_alike(out: tuple, bias, choice: Choice, x: torch.Tensor) -> Optional[i
         torch.zeros_like(wide).scatter(1, i, w.double())[rows]
         for w, i in (reference.topk_fwd(logits, bias, options), (weights, ids))
     )
-    if not _in_order(top, ids, reference.topk_fwd(logits, bias, options)[1], rows):
+    ours = reference.topk_fwd(logits, bias, options)[1]
+    if not unsorted and not _in_order(top, ids, ours, rows):
         return None
     eps = torch.finfo(weights.dtype).eps
     rtol, atol = (eps, 1e-7) if eps > APART else (2 * APART, 1e-9)

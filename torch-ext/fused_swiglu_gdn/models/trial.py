@@ -80,13 +80,13 @@ def remembered(forms: dict, key: tuple, find: Callable, *given: object) -> objec
 
 def while_unchanged(forms: dict, kind: type, functions: tuple, find: Callable) -> object:
     """find(kind)[0], or the reason why that raises Refused; it is asked again once these functions,
-    or the Pinned in find(kind)[1], are others."""
+    or the Pinned in find(kind)[1] or in Refused, are others."""
     known = forms.get(kind)
     if known is None or known[0] != functions or not all([pin.unchanged() for pin in known[2]]):
         try:
             found = find(kind)
         except Refused as why:
-            found = str(why), ()
+            found = str(why), why.pins
         known = forms[kind] = (functions, *found)
     return known[1]
 

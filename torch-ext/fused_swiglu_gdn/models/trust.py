@@ -94,5 +94,5 @@ def code_of(kind: type, method: str = "forward", named: Optional[bool] = None) -
             raise Refused("its class has no forward")
         known = _codes[kind, method, named] = Code(kind, method, named)
     if known.why is not None:
-        raise Refused(known.why)
+        raise Refused(known.why, (known.pins,))
     return known
