@@ -150,9 +150,10 @@ NOT_THIS = (forms.Inapplicable, StopIteration, ValueError, IndexError, Attribute
 
 
 def sample(family: str, kind: str, every: int) -> List[Result]:
-    """Every n-th refactor of a class with a mutant of each, and traps."""
+    """Every n-th refactor that is for a kind of class, with a mutant of each, and traps."""
     subject = next(s for s in cases.Model(family).subjects(cases.KINDS) if s.kind == kind)
-    options = parsed(["--refactor", *list(forms.REFACTORS)[::every]])
+    mine = [n for n, f in forms.REFACTORS.items() if f.kinds is None or kind in f.kinds]
+    options = parsed(["--refactor", *mine[::every]])
     found = list(results_of(subject, options))
     return found + list(trap_results(subject, options, every))
 

@@ -15,7 +15,7 @@ SAMPLE = {
     "mlp": ("phi3", 16, 0.9),
     "norm": ("gemma2", 17, 0.9),
     "attention": ("qwen3", 21, 0.85),
-    "layer": ("llama", 21, 0.85),
+    "layer": ("llama", 13, 0.85),
     "gdn": ("qwen3_next", 19, 0.8),
     "kda": ("kimi_linear", 19, 0.9),
     "experts": ("mixtral", 9, 0.3),
@@ -102,13 +102,23 @@ def test_traps_of_kimi_delta_attention(kernel, family):
     assert left > 14
 
 
-def test_a_function_of_torch_that_is_not_listed_is_not_called_patched(kernel):
+@pytest.mark.parametrize("user", [False, True])
+def test_a_function_of_torch_that_is_not_listed(kernel, user):
+    """It is called, as any is, once the user names the class; unasked, other people's is not."""
     subject = next(iter(refactors.cases.Model("llama").subjects(("mlp",))))
     unit = refactors.cases.Unit(subject)
     refactors.refactor_mutants.put_first(unit, "_x_ = torch.nn.functional.pad(_x_, (0, 0))")
-    module = refactors.cases.build(refactors.cases.load(unit), unit)
+    module = refactors.cases.build(refactors.cases.load(unit, user=user), unit)
     (row,) = kernel.kernelize(module).rows[:1]
-    assert row.reason == "its forward has `torch.nn.functional.pad(x, (0, 0))`"
+    assert row.reason == (
+        "LlamaMLP is no class of transformers: if you know what it computes, name it, "
+        "kernelize(model, trust=[LlamaMLP])"
+        if user
+        else "its forward is patched: it is not transformers' own"
+    )
+    assert refactors.is_case(module, unit)
+    assert refactors.examine(module, unit) == ("served", "")
+    refactors.cases.forget(type(module))
 
 
 def test_sees_a_wrong_one(kernel, monkeypatch):

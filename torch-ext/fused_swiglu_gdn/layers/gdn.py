@@ -107,7 +107,8 @@ def _usual(ours: type, kind: type, other: str) -> Callable:
         if odd or not isinstance(x, torch.Tensor) or x.ndim != 3:
             if kwargs.get("cp_context") is None:
                 return kind.forward(self, *args, **kwargs)
-        return ours.forward(self, *args, **kwargs)
+        found = ours.forward(self, *args, **kwargs)
+        return kind.forward(self, *args, **kwargs) if found is None else found
 
     forward.__wrapped__ = kind.forward  # whose arguments inspect and torch.fx then find
     forward.__qualname__ = f"{ours.__name__}.forward"
@@ -302,7 +303,10 @@ def _layer(layer, ours: type, project: Callable, norm: str, out: str, given, mas
     x, cache = given
     cache = kwargs.pop("cache", cache)  # of either name
     patch = _patch(layer, ours, kwargs)
-    if patch is not None:  # which may know the cache by more names than one
+    if patch is not None:
+        if hasattr(type(layer), "served_as"):
+            return None  # its forward hands the call on as it was given
+        # which may know the cache by more names than one
         given = (x,) if cache is None else (x, cache)
         return patch(layer, *given, attention_mask=mask, **kwargs)
     if mask is not None:  # [B, T], 0 for padding, which must not reach the states

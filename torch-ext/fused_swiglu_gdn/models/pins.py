@@ -140,9 +140,10 @@ class Walk:
 
     @staticmethod
     def is_imported(function: FunctionType, by: Optional[dict]) -> bool:
-        """A file of transformers whose namespace this is imports the package of a function."""
+        """A file of transformers whose namespace this is imports the package of a function; what
+        says that it is of a package of OWN, and is in no file of it, is not."""
         home, package = (by or {}).get("__name__", ""), (function.__module__ or "").split(".")[0]
-        if not home.startswith("transformers.") or not in_its_file(function):
+        if not home.startswith("transformers.") or package in OWN or not in_its_file(function):
             return False
         names = {name for code in codes_of(home) for name in code.co_names}
         return package in {name.split(".")[0] for name in names}
