@@ -7,6 +7,7 @@ the setting when it is imported. A test file imports `test_in_the_interpreter`, 
 INTERPRETED lists the kernels that each file launches: a session fails where it launches fewer, and
 tests/repository/test_house.py where a portable kernel is in no list."""
 
+import argparse
 import dataclasses
 import inspect
 import json
@@ -244,8 +245,10 @@ if INTERPRETING:
 
 def main() -> None:
     """Runs the files that are named, or all, and writes what each launched."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("files", nargs="*", help="names of files, as test_norm.py")
+    named, found = parser.parse_args().files, {}
     files = sorted(path for path in TESTS.glob("*/test_*.py") if SESSION in path.read_text())
-    named, found = sys.argv[1:], {}
     if named and INTERPRETED.exists():
         found = json.loads(INTERPRETED.read_text())
         files = [path for path in files if path.name in named]

@@ -38,7 +38,7 @@ def elsewhere(pair, without: str) -> str:
     """The outcome of a use in a process that cannot import a package."""
     code = (
         f"import sys; sys.modules[{without!r}] = None; sys.path[:0] = {sys.path!r}; "
-        f"import pairs, page, pathlib; pair = pairs.Pair('a prompt', {pair.subject!r}); "
+        f"import pairs, pathlib; pair = pairs.Pair('a prompt', {pair.subject!r}); "
         f"print(pairs.outcome(pair, 'cpu', pathlib.Path('.')))"
     )
     with tempfile.TemporaryDirectory() as folder:

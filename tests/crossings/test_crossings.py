@@ -4,8 +4,8 @@ refusal. A commit runs a share of the pairs, another the next; `--all-pairs` run
 import functools
 import subprocess
 
-import page
 import pytest
+import table
 from conftest import DEVICES, ROOT
 from interpreter import compiled, interpreted, test_in_the_interpreter  # noqa: F401
 from pairs import FUNCTION_USES, OWNED, Pair, function_pairs, outcome, pairs, why_not_here
@@ -60,8 +60,8 @@ def test_a_pair(pair, device, tmp_path):
     why = why_not_here(pair, device)
     if why:
         pytest.skip(why)
-    found, expected = outcome(pair, device, tmp_path), page.expected(pair)
-    assert page.may_be(found, expected, device), f"{pair}: {found}; the page says: {expected}"
+    found, expected = outcome(pair, device, tmp_path), table.expected(pair)
+    assert table.may_be(found, expected, device), f"{pair}: {found}; the page says: {expected}"
 
 
 @interpreted
@@ -70,11 +70,11 @@ def test_a_function_by_kernels(function, by_portable, tmp_path):
     found = outcome(function, "cpu", tmp_path)
     if "not compiled with CUDA" in found:
         pytest.skip("its launch asks a GPU for its size")
-    assert page.may_be(found, page.expected(function), "cuda"), f"{function}: {found}"
+    assert table.may_be(found, table.expected(function), "cuda"), f"{function}: {found}"
 
 
 @compiled
 def test_the_page():
-    """docs/crossings.md is what tests/crossings/page.py makes of outcomes.json."""
-    assert (ROOT / "docs" / "crossings.md").read_text() == page.text()
-    assert set(page.outcomes()) <= set(map(str, [*pairs(), *function_pairs()]))
+    """docs/crossings.md is what tests/crossings/table.py makes of outcomes.json."""
+    assert (ROOT / "docs" / "crossings.md").read_text() == table.text()
+    assert set(table.outcomes()) <= set(map(str, [*pairs(), *function_pairs()]))

@@ -347,7 +347,7 @@ def test_functions_of_a_kimi_delta_attention_layer(hopper):
         assert 100 < functions(lambda: layer(x[:, :1], cache, None)) <= 163
 
 
-@pytest.mark.parametrize("name, most", [("tiny_qwen3", 130), ("tiny_qwen3_5", 125)])
+@pytest.mark.parametrize("name, most", [("tiny_qwen3", 130), ("tiny_qwen3_5", 137)])
 def test_functions_of_a_layer_in_fp8(hopper, monkeypatch, name, most):
     """182 where weights were looked at one by one, and x quantised apart from its product. Of
     several sequences hardly more than in bf16, where one has products of its own; a gate before the

@@ -176,7 +176,7 @@ class Pins(Pinned):
     def known_in(self, space: dict) -> frozenset:
         return self.looked_for.intersection(space)
 
-    def unchanged(
+    def unchanged(  # noqa: C901  one function: each module of each token calls it
         self, module: Optional[nn.Module] = None, guards: Tuple[Tuple[str, object], ...] = ()
     ) -> bool:
         if module is not None:
@@ -205,5 +205,9 @@ class Pins(Pinned):
         for value, frozen in self.deep:
             if frozen != value:
                 return False
-        # a name that is set later hides one behind it
-        return not any([len(s) != n and self.known_in(s) != known for s, n, known in self.sizes])
+        for i, (space, size, known) in enumerate(self.sizes):
+            if len(space) != size:  # a name that is set later hides one behind it
+                if self.known_in(space) != known:
+                    return False
+                self.sizes[i] = space, len(space), known
+        return True

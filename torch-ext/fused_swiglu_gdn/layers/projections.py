@@ -41,7 +41,7 @@ def projections(
             else:
                 others = (linear(x) for linear in rest)
             return [next(others) if y is None else y for y in found]
-    if lora.FORMS:
+    if lora.FORMS and torch.is_grad_enabled():
         found = lora.projections(x, linears)
         if found is not None:
             return found

@@ -1,6 +1,6 @@
 """Runs the crossings and writes docs/crossings.md.
 
-    .venv/bin/python tests/crossings/page.py [--write] [WORD ..]
+    .venv/bin/python tests/crossings/table.py [--write] [WORD ..]
 
 Prints the outcome of each pair whose name holds one of the words, or of all. --write keeps what was
 found in outcomes.json, in which a pair that is not there is "equal", and makes the page of it.
@@ -106,7 +106,7 @@ TITLES = {
 }  # fmt: skip
 INTRODUCTION = """# Which uses go together
 
-`tests/crossings/page.py` writes this page. {models} pairs of a use and a tiny random model are run
+`tests/crossings/table.py` writes this page. {models} pairs of a use and a tiny random model are run
 twice, with transformers alone and kernelized, and logits, losses, gradients, tokens and the states
 of caches are compared. {functions} pairs of a use and a public function are compared with the
 function in fp64.
