@@ -27,6 +27,7 @@ from uses_functions import FUNCTION_USES, outcome_of
 # pairs, or uses of every subject, that give another outcome yet
 OWNED: dict = {
     "Kimi Linear: LoRA with dropout: a step of training": "adapters are called in another order",
+    "FP8 Llama: LoRA: an adapter for each row": "the second row's tokens differ, unexplained",
 }
 
 
