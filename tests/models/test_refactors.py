@@ -45,6 +45,21 @@ def test_refactors(kernel, kind):
     assert sum(result.mutant for result in results) >= 4
 
 
+@pytest.mark.parametrize("family, kind", [("llama", "layer"), ("qwen3", "attention")])
+def test_words_of_functions_inside_of_a_forward(kernel, family, kind):
+    """A keyword that only an inner function has a name for is for the class's own forward."""
+    subject = next(iter(refactors.cases.Model(family).subjects((kind,))))
+    names, tried = list(refactors.refactor_mutants.WORDS), 0
+    for name, unit, module in refactors.refactor_mutants.traps(subject, False, names):
+        try:
+            state, reason = refactors.examine(module, unit)
+            assert state != "WRONG", (name, reason)
+            tried += 1
+        finally:
+            refactors.cases.forget(type(module))
+    assert tried == len(names)
+
+
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "olmo_hybrid"])
 @pytest.mark.parametrize(
     "trap, expected",

@@ -8,7 +8,7 @@ from typing import Dict, List, Optional, Set
 import torch
 from torch import nn
 
-from ..layers.own_code import peeled
+from ..layers.own_code import codes_in, peeled
 from ..layers.pinned import PLAIN_VALUES, SPACES
 from .code import Refused, signature_of
 from .pins import names_in, words_in, wrapped_in
@@ -37,11 +37,11 @@ class Known:
             if function in around:  # which is not run
                 continue
             self.names |= names_in(function.__code__)
-            inner, known = function.__code__, function is code.inner
             # what gets **kwargs and has a name for one of them; of other code, whatever it calls
-            if not known and (walk.named or inner.co_flags & inspect.CO_VARKEYWORDS):
-                count = inner.co_argcount + inner.co_kwonlyargcount
-                arguments.update(inner.co_varnames[:count])
+            for inner in codes_in(function.__code__)[function is code.inner :]:
+                if walk.named or inner.co_flags & inspect.CO_VARKEYWORDS:
+                    count = inner.co_argcount + inner.co_kwonlyargcount
+                    arguments.update(inner.co_varnames[:count])
             if ASK & names_in(function.__code__):  # by strings
                 self.asked |= words_in(function.__code__)
         self.names |= self.asked
