@@ -27,6 +27,7 @@ from uses_functions import FUNCTION_USES, outcome_of
 # pairs, or uses of every subject, that give another outcome yet
 OWNED: dict = {
     "Kimi Linear: LoRA with dropout: a step of training": "adapters are called in another order",
+    "FP8 Llama: second derivatives": "refused in torch's words, where the page says equal",
     "FP8 Llama: LoRA: an adapter for each row": "the second row's tokens differ, unexplained",
 }
 
@@ -96,10 +97,8 @@ def why_not_here(pair: Pair, device: str) -> str:
     for package in use.needs:
         if importlib.util.find_spec(package) is None:
             return f"needs {package}"
-    if device == "cuda" and pair.use == "LoRA with dropout: a step of training":
-        return (
-            "kernels draw masks of their own (docs/training.md): tests/lora holds their statistics"
-        )
+    if pair.use == "LoRA with dropout: a step of training":
+        return "a served adapter draws masks of its own (docs/training.md)"
     if use.gpus > (torch.cuda.device_count() if device == "cuda" else 0):
         return f"needs {use.gpus} GPUs" if use.gpus > 1 else "needs a GPU"
     if use.processes and device == "cuda" and torch.cuda.device_count() < 2:
