@@ -122,7 +122,7 @@ class Kernel:
         )
         compiled = types.SimpleNamespace(
             function=len(self.codes), packed_metadata=CODE[0], metadata=metadata,
-            src=types.SimpleNamespace(signature=signature),
+            src=types.SimpleNamespace(signature=signature), hash=repr(special),
         )  # fmt: skip
 
         def last(*step):
