@@ -19,7 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch  # noqa: E402
 
 # first on the path, since a package is called `build` as well
-for folder in ("tools", "examples"):
+for folder in ("tools", "examples", "tests/crossings"):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent / folder))
 import in_tree  # noqa: E402
 from in_tree import NAME, PACKAGE, ROOT, submodule  # noqa: E402, F401

@@ -113,11 +113,18 @@ def rule(draw, B, T, K=16, V=16, **more):
             **more}  # fmt: skip
 
 
+def ends(B, T):
+    """cu_seqlens of B sequences; of an odd number of tokens the first has none."""
+    found = torch.arange(B + 1) * T
+    found[1:2] *= (T + 1) % 2 if B > 1 else 1
+    return found
+
+
 def packed(draw, B, T, make=rule):
     """Its sequences in one row, and a state for each."""
     found = make(draw, 1, B * T)
     found["initial_state"] = draw(B, *found["initial_state"].shape[1:]) * 0.2
-    found["cu_seqlens"] = torch.arange(B + 1) * T
+    found["cu_seqlens"] = ends(B, T)
     return found
 
 
@@ -168,10 +175,62 @@ def materialised(draw, B, T):
     return {"state": found["initial_state"], "ring": found["ring"], "cursor": found["cursor"]}
 
 
+def with_more(make, *names, **more):
+    """Another call's arguments, without those that are named; more: those beside, or functions
+    (draw, B, T, arguments) of them."""
+
+    def made(draw, B, T):
+        found = {n: x for n, x in make(draw, B, T).items() if n not in names}
+        for name, x in more.items():
+            found[name] = x(draw, B, T, found) if callable(x) else x
+        return found
+
+    return made
+
+
+def v_first(make):
+    turned = lambda draw, B, T, x: x["initial_state"].mT.contiguous()  # noqa: E731
+    return with_more(make, initial_state=turned, state_v_first=True, scale=0.3)
+
+
+def slots(draw, B, T, x):
+    return torch.arange(B) + 1
+
+
+def latent(draw, B, T):
+    return {"q": draw(B, T, 3, 24), "latents": draw(B, 1, 16, 12), "rotated": draw(B, 1, 16, 8),
+            "weight": draw(3 * 26, 12) * 0.3, "qk_nope_head_dim": 16,
+            "cache_seqlens": torch.tensor(12)}  # fmt: skip
+
+
+def latent_rope(draw, B, T):
+    return {"q": draw(B, T, 3, 24), "kv": draw(B, T, 20), "weight": draw(12),
+            "cos": draw(B, T, 8), "sin": draw(B, T, 8)}  # fmt: skip
+
+
+def loss(draw, B, T):
+    return {"hidden": draw(B * T, 16), "weight": draw(23, 16), "bias": draw(23),
+            "target": (draw.uniform(B * T) * 23).long()}  # fmt: skip
+
+
+def packed_rows(make, **state):
+    """Of a convolution: its sequences in one row."""
+
+    def made(draw, B, T):
+        found = make(draw, 1, B * T)
+        found["cu_seqlens"] = ends(B, T)
+        for name, shape in state.items():
+            found[name] = draw(B, *shape)
+        return found
+
+    return made
+
+
 RULE = ("q", "k", "v", "g", "beta", "initial_state")
 RAW = (*RULE, "A_log", "dt_bias")
 WIDE = ("g", "beta", "initial_state", "A_log", "dt_bias")
 TOKENS = ("q", "k", "v", "g", "beta")
+LOSS = ("hidden", "weight", "bias")
 LINEAR = ("x", "w_gate", "w_up", "b_gate", "b_up")
 PROBLEMS: Dict[str, Problem] = {
     "fused_swiglu": Problem("fused_swiglu", swiglu, LINEAR, rows=("x",)),
@@ -272,3 +331,110 @@ PROBLEMS: Dict[str, Problem] = {
         wide=WIDE, factor=4,
     ),
 }  # fmt: skip
+
+# Further forms of the same functions, of which tests/functions/test_properties.py asks the same.
+FORMS: Dict[str, Problem] = {
+    "latent_attention_with_kvcache": Problem(
+        "latent_attention_with_kvcache", latent, rows=("q", "latents", "rotated"), factor=2
+    ),
+    "fused_latent_norm_rope": Problem("fused_latent_norm_rope", latent_rope, written=("q",)),
+    "linear_cross_entropy": Problem("linear_cross_entropy", loss, LOSS, factor=4),
+    "token_log_probs": Problem(
+        "token_log_probs", with_more(loss, entropy=True), LOSS, factor=4
+    ),
+}  # fmt: skip
+
+
+def form(name: str, called: str, make, **more) -> None:
+    FORMS[f"{name}, {called}"] = {**PROBLEMS, **FORMS}[name]._replace(make=make, **more)
+
+
+CHUNK, STEPS = "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"
+for name, make in ((CHUNK, rule), (STEPS, rule), ("chunk_kda", channels),
+                   ("fused_recurrent_kda", channels)):  # fmt: skip
+    form(name, "V first", v_first(make))
+    form(name, "no state", with_more(make, "initial_state"), grads=RULE[:5], rows=RULE[:5])
+for name, make in ((CHUNK, rule), ("chunk_kda", channels)):
+    form(name, "checkpoints", with_more(make, checkpoint_every=64), tokens=67, rows=())
+    form(
+        name, "pool that is read", with_more(
+            lambda *a, make=make: pool(*a, make=make), inplace_final_state=False,
+            output_final_state=True, has_initial_state=lambda draw, B, T, x: torch.arange(B) != 1,
+        ), rows=(), grads=(),
+    )  # fmt: skip
+for name, make in ((STEPS, rule), ("fused_recurrent_kda", channels)):
+    form(name, "packed", lambda *a, make=make: packed(*a, make=make), rows=())
+    form(
+        name, "all states", with_more(make, "output_final_state", output_all_states=True),
+        grads=(),
+    )  # fmt: skip
+    form(
+        name, "out", with_more(make, out=lambda draw, B, T, x: torch.zeros_like(x["v"])),
+        grads=(), rows=(), written=("out",),
+    )  # fmt: skip
+    form(
+        name, "drafts", with_more(
+            make, "output_final_state", inplace_final_state=True,
+            initial_state=lambda draw, B, T, x: draw(B * T + 1, 4, 16, 16) * 0.2,
+            state_indices=lambda draw, B, T, x: torch.arange(B * T).view(B, T) + 1,
+            num_accepted_tokens=lambda draw, B, T, x: torch.full((B,), max(T - 1, 1)),
+        ), grads=(), rows=(), written=("initial_state",),
+    )  # fmt: skip
+form(CHUNK, "kept", with_more(raw, recompute=False, allow_neg_eigval=True), grads=RAW)
+form("causal_conv1d_fn", "plain", with_more(
+    convolution, "initial_states", "return_final_states", "bias", "activation",
+), grads=("x", "weight"), rows=("x",))  # fmt: skip
+form("causal_conv1d_fn", "packed", packed_rows(convolution, initial_states=(8, 3)), rows=())
+form("causal_conv1d_fn", "seq_idx", with_more(
+    convolution, "initial_states", "return_final_states",
+    seq_idx=lambda draw, B, T, x: (torch.arange(T) > T // 2).int().expand(B, T),
+), grads=("x", "weight", "bias"), rows=("x", "seq_idx"))  # fmt: skip
+form("causal_conv1d_update", "drafts", with_more(
+    update, x=lambda draw, B, T, x: draw(B, 8, 3), conv_state_indices=slots,
+    conv_state=lambda draw, B, T, x: draw(B + 2, 8, 6),
+    num_accepted_tokens=lambda draw, B, T, x: torch.full((B,), 2),
+), rows=())  # fmt: skip
+form("causal_conv1d_update", "packed", packed_rows(
+    with_more(update, x=lambda draw, B, T, x: draw(B, 8, T)), conv_state=(8, 9),
+), rows=())  # fmt: skip
+form("rms_norm", "gemma", with_more(
+    PROBLEMS["rms_norm"].make, casting_mode="gemma", offset=1.0, eps=1e-3,
+))  # fmt: skip
+form("rms_norm", "added after", with_more(PROBLEMS["rms_norm, residual"].make, after=True),
+     grads=("x", "weight", "residual"), rows=("x", "residual"))  # fmt: skip
+form("rms_norm", "no weight", with_more(PROBLEMS["rms_norm"].make, "weight"), grads=("x",))
+form("rms_norm_gated", "sigmoid", with_more(gated, activation="sigmoid"))
+for activation in ("gelu", "gelu_tanh", "relu"):
+    form("silu_mul", activation, with_more(PROBLEMS["silu_mul"].make, activation=activation))
+    form("fused_swiglu", activation, with_more(swiglu, activation=activation))
+form("fused_experts", "as gpt-oss", with_more(
+    experts, w_gate_up=lambda draw, B, T, x: draw(4, 16, 24).mT * 0.25,
+    w_down=lambda draw, B, T, x: draw(4, 12, 16).mT * 0.25, b_gate_up=lambda d, B, T, x: d(4, 24),
+    b_down=lambda draw, B, T, x: draw(4, 16), activation="swigluoai", limit=0.9, interleaved=True,
+), grads=("x", "w_gate_up", "w_down", "top_k_weights", "b_gate_up", "b_down"))  # fmt: skip
+form("fused_experts", "held elsewhere", with_more(
+    experts, top_k_index=lambda draw, B, T, x: x["top_k_index"] * 0 - 1,
+), grads=("x",))  # fmt: skip
+form("fused_experts", "recompute", with_more(experts, recompute=True, activation="relu"))
+form("fused_topk", "sigmoid", with_more(
+    topk, scoring="sigmoid", renormalize=False, scale=2.5, bias=lambda draw, B, T, x: draw(8),
+), wide=("bias",))  # fmt: skip
+form("fused_qk_norm_rope", "interleaved", with_more(
+    rotary, cos=lambda draw, B, T, x: draw(B, T, 6), sin=lambda draw, B, T, x: draw(B, T, 6),
+    interleaved=True, offset=0.5, norm="all", q_weight=lambda draw, B, T, x: draw(64),
+    k_weight=lambda draw, B, T, x: draw(32),
+))  # fmt: skip
+form("fused_qk_norm_rope", "plain", with_more(rotary, "cos", "sin", "q_weight", "k_weight"),
+     grads=("q", "k"), rows=("q", "k"))  # fmt: skip
+form("fused_qk_norm_rope", "caches", with_more(
+    rotary, v=lambda draw, B, T, x: draw(B, T, 2, 8), cache_position=torch.tensor(3),
+    key_cache=lambda draw, B, T, x: draw(B, 2, 80, 16),
+    value_cache=lambda draw, B, T, x: draw(B, 2, 80, 8),
+), grads=(), rows=(), written=("key_cache", "value_cache"))  # fmt: skip
+form("attention_with_kvcache", "mask", with_more(
+    over_cache, attention_mask=lambda draw, B, T, x: draw(B, 1, 1, 16) > -0.5,
+    softmax_scale=0.3, cache_seqlens=lambda draw, B, T, x: torch.arange(B) + 9,
+), rows=())  # fmt: skip
+form("linear_cross_entropy", "of each", with_more(
+    loss, reduction="none", label_smoothing=0.1, z_loss=0.01, softcap=3.0, temperature=0.7,
+))  # fmt: skip

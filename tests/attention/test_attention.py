@@ -268,18 +268,6 @@ def test_bad_input(kernel, call, changes, error, words):
         place = message.index(word, place) + len(word)
 
 
-@pytest.mark.parametrize("shape", [(0, 3, 4, 2, 16, 8), (2, 0, 4, 2, 16, 8)])
-def test_empty(kernel, device, shape):
-    x = problem(*shape, device=device)
-    for name in ("q", "k", "q_weight", "k_weight"):
-        x[name].requires_grad_()
-    q, k = kernel.fused_qk_norm_rope(**x)
-    assert q.shape == x["q"].shape and k.shape == x["k"].shape
-    (q.sum() + k.sum()).backward()
-    assert x["q"].grad.shape == x["q"].shape and not x["q_weight"].grad.any()
-    assert kernel.sigmoid_gate(x["q"], x["q"]).shape == q.shape
-
-
 def test_gradients_through_the_operators(kernel, device):
     """Gradients of the public functions, eager and compiled, equal those of autograd in fp64."""
     x = problem(2, 5, 4, 2, 16, 8, device=device, gate=True)
@@ -312,29 +300,6 @@ def test_decoding_is_differentiable_by_the_reference(kernel, device):
     k, v = (normal(1, 2, 9, 16, seed=seed, device=device) for seed in (1, 2))
     y = kernel.attention_with_kvcache(q, k, v, torch.tensor(5, device=device))
     assert torch.autograd.grad(y.sum(), q)[0].any()
-
-
-CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-
-
-def test_opcheck(device):
-    x = problem(2, 3, 4, 2, 16, 8, device=device)
-    tensors = [x[name] for name in ("q", "k", "cos", "sin", "q_weight", "k_weight")]
-    options = (1e-6, 0.0, False, False)
-    for given in ((*tensors, *[None] * 4), (*tensors[:2], *[None] * 8)):
-        torch.library.opcheck(ops.QK_NORM_ROPE.op, (*given, *options), test_utils=CHECKS)
-    rows = [x["q"].clone(), x["k"].clone()]
-    torch.library.opcheck(ops.QK_GRADIENT.op, (*rows, *tensors, *options), test_utils=CHECKS)
-    cache = torch.ones(2, 2, 2, 9, 16, device=device).unbind(0)
-    written = (x["k"].clone(), *cache, torch.tensor(1, device=device))
-    torch.library.opcheck(ops.WITH_CACHE.op, (*tensors, *written, *options), test_utils=CHECKS)
-    pair = (x["q"], x["q"].transpose(1, 2).contiguous().transpose(1, 2))
-    torch.library.opcheck(ops.SIGMOID_GATE.op, pair, test_utils=CHECKS)
-    torch.library.opcheck(ops.SIGMOID_GRADIENT.op, (*pair, rows[0]), test_utils=CHECKS)
-    length = torch.tensor(4, device=device)
-    torch.library.opcheck(
-        ops.KVCACHE_ATTENTION.op, (x["q"][:, :1], *cache, length, None, 0.25), test_utils=CHECKS
-    )
 
 
 def test_compiled_decoding(kernel, device):

@@ -9,7 +9,7 @@ import torch
 from conftest import TOLERANCE, load_package, relative_error, submodule
 from emulated_graph import EmulatedGraph
 from interpreter import INTERPRETING
-from problems import F64, PROBLEMS, arguments
+from problems import F64, FORMS, PROBLEMS, arguments
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
@@ -42,7 +42,8 @@ class Call:
     """Calls of a problem in one dtype, and what they should give."""
 
     def __init__(self, name: str, dtype, device: str):
-        self.problem, self.dtype, self.device = PROBLEMS[name], dtype, device
+        self.problem = PROBLEMS.get(name) or FORMS[name]
+        self.dtype, self.device = dtype, device
         self.function = getattr(load_package(), self.problem.function)
         self.by_kernels = INTERPRETING or device == "cuda"
 

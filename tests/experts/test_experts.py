@@ -114,14 +114,6 @@ def test_few_of_everything(kernel, T, K, E):
     assert all(leaf.grad is not None and leaf.grad.shape == leaf.shape for leaf in leaves)
 
 
-def test_autocast(kernel):
-    p = problem(5, 2, 4, 16, 8)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = kernel.fused_experts(*p[:5])
-    assert out.dtype == torch.bfloat16
-    assert_close(out, answer(p))
-
-
 BAD = [
     ({"w_gate_up": torch.zeros(4, 8, 16)}, ValueError, "w_gate_up must have shape [E, 2*I, H]"),
     ({"w_down": torch.zeros(4, 8, 16)}, ValueError, "w_down must have shape [E, H, I]"),
@@ -150,16 +142,6 @@ def operator_arguments(p, **options):
     return (*p.tensors, *p.options._replace(**options))
 
 
-def test_opcheck(device):
-    p = problem(5, 2, 4, 16, 8, device=device, routing="held elsewhere", limit=0.5)
-    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(ops.EXPERTS.op, operator_arguments(p), test_utils=checks)
-    p, _ = with_leaves(p, "x", "w_down")
-    for recompute in (False, True):
-        args = operator_arguments(p, keeps=True, recompute=recompute)
-        torch.library.opcheck(ops.EXPERTS.op, args, test_utils=checks[:2])
-
-
 def operator_call(recompute=False, main_grad=False):
     """The operator in eager mode with gradients: out, its leaves, and what was kept for them."""
     p, leaves = with_leaves(problem(9, 2, 4, 16, 8))
@@ -179,13 +161,6 @@ def test_what_is_kept():
         routing = torch.Size([submodule("experts.call").routing_size(18, 4)])
         own = [] if recompute else [torch.Size([18, 16])]
         assert [t.shape for t in kept] == [*(t.shape for t in p[:5]), *own, routing]
-
-
-def test_the_gradient_has_none():
-    _, out, leaves, _ = operator_call()
-    first = torch.autograd.grad(out.sum(), leaves, create_graph=True)
-    with pytest.raises(NotImplementedError, match="fused_experts has no second derivative"):
-        first[0].sum().backward()
 
 
 @pytest.mark.parametrize("by_operator", [False, True])

@@ -8,52 +8,11 @@ import torch
 import torch.nn.functional as F
 from conftest import assert_close, gdn_inputs, relative_error, submodule
 
-SIZES = [(2, 1, 2, 4, 5, 3), (1, 7, 3, 3, 4, 8), (2, 5, 1, 2, 16, 16), (1, 0, 1, 2, 4, 4)]
-
 
 def rule_inputs(*sizes, dtype=torch.float64):
     inputs = gdn_inputs(*sizes, dtype=dtype)
     inputs["g"], inputs["beta"] = inputs["g"].to(dtype), inputs["beta"].to(dtype)
     return inputs
-
-
-def both(function, **inputs):
-    """The results without gradients, and by the definition."""
-    with torch.no_grad():
-        out = function(**{k: x.clone() if torch.is_tensor(x) else x for k, x in inputs.items()})
-    with torch.enable_grad():
-        return out, function(**inputs)
-
-
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("options", [{}, {"state_v_first": True}, {"scale": 0.3}], ids=str)
-def test_the_rule_is_the_definition(kernel, sizes, options):
-    inputs = rule_inputs(*sizes)
-    if "state_v_first" in options:
-        inputs["initial_state"] = inputs["initial_state"].mT.contiguous()
-    before = inputs["initial_state"].clone()
-    (o, state), (ref_o, ref_state) = both(
-        kernel.fused_recurrent_gated_delta_rule,
-        **inputs,
-        **options,
-        output_final_state=True,
-        use_qk_l2norm_in_kernel=True,
-    )
-    assert_close(o, ref_o)
-    assert_close(state, ref_state)
-    assert torch.equal(inputs["initial_state"], before)
-
-
-@pytest.mark.parametrize("lengths", [[0, 2, 2, 5], [0, 5]], ids=str)
-def test_packed_sequences_are_the_definition(kernel, lengths):
-    inputs = rule_inputs(1, 5, 2, 4, 6, 3)
-    states = torch.randn(len(lengths) - 1, 4, 6, 3, dtype=torch.float64)
-    inputs.update(initial_state=states, cu_seqlens=torch.tensor(lengths))
-    (o, state), (ref_o, ref_state) = both(
-        kernel.fused_recurrent_gated_delta_rule, **inputs, output_final_state=True
-    )
-    assert_close(o, ref_o)
-    assert_close(state, ref_state)
 
 
 @pytest.mark.parametrize("dense", [True, False])
@@ -72,24 +31,6 @@ def test_the_state_is_written_in_place(kernel, dense, dtype):
         )
     assert out is pool and pool.data_ptr() == address and pool.dtype == dtype
     assert_close(pool, ref.to(dtype))
-
-
-def test_only_the_rows_of_a_pool_that_are_named_change(kernel):
-    inputs = rule_inputs(3, 2, 1, 2, 4, 4)
-    pool = torch.randn(6, 2, 4, 4, dtype=torch.float64)
-    before, rows = pool.clone(), torch.tensor([4, -1, 0])
-    inputs["initial_state"] = pool[rows.clamp(min=0)].clone()
-    with torch.enable_grad():
-        ref_o, ref = kernel.fused_recurrent_gated_delta_rule(**inputs, output_final_state=True)
-    inputs["initial_state"] = pool
-    with torch.no_grad():
-        o, _ = kernel.fused_recurrent_gated_delta_rule(
-            **inputs, state_indices=rows, inplace_final_state=True
-        )
-    assert_close(pool[[4, 0]], ref[[0, 2]])
-    assert torch.equal(pool[[1, 2, 3, 5]], before[[1, 2, 3, 5]])
-    assert_close(o[[0, 2]], ref_o[[0, 2]])
-    assert not o[1].any()
 
 
 @pytest.mark.parametrize("name", ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"])

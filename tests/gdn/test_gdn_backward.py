@@ -129,58 +129,6 @@ def test_without_value_heads(way):
     assert torch.equal(x["k"].grad, torch.zeros_like(x["k"]))
 
 
-def leaves(dtype=torch.float64):
-    x = gdn_inputs(1, 70, 1, 2, 8, 8, dtype)
-    return {name: t.requires_grad_() for name, t in x.items()}
-
-
-def operator_arguments(x, recompute):
-    inputs = (x["q"], x["k"], x["v"], x["g"], x["beta"], None, None, x["initial_state"])
-    options = calls.GdnOptions(
-        0.3, use_qk_l2norm=True, output_final_state=True, state_dtype=torch.float64,
-        save_blocks=not recompute,
-    )  # fmt: skip
-    return (*inputs, None, None, *options)
-
-
-@compiled
-@pytest.mark.parametrize("recompute", [True, False])
-def test_operator(recompute):
-    args = operator_arguments(leaves(), recompute)
-    torch.library.opcheck(train.CHUNK.op, args)
-
-
-@compiled
-def test_gradient_of_the_operator():
-    x = leaves()
-    wanted = ("q", "k", "v", "g", "beta", "initial_state")
-
-    def both(*tensors):
-        return train.CHUNK.op(*operator_arguments(dict(zip(wanted, tensors)), True))[:2]
-
-    torch.autograd.gradcheck(both, [x[name] for name in wanted], fast_mode=True)
-
-
-@compiled
-def test_second_derivative_is_refused():
-    x = leaves()
-    o = train.CHUNK.op(*operator_arguments(x, True))[0]
-    (dq,) = torch.autograd.grad(o.sum(), x["q"], create_graph=True)
-    with pytest.raises(NotImplementedError, match="no second derivative"):
-        dq.sum().backward()
-
-
-@compiled
-def test_only_what_is_wanted():
-    x = leaves()
-    for name in ("q", "k", "g", "beta"):
-        x[name].requires_grad_(False)
-    _, state = train.CHUNK.op(*operator_arguments(x, True))[:2]
-    state.sum().backward()  # no gradient of o comes in
-    assert x["v"].grad is not None and x["initial_state"].grad is not None
-    assert x["q"].grad is None
-
-
 CALLS = {
     "eager": lambda call, x: call(x),
     "checkpoint": lambda call, x: torch.utils.checkpoint.checkpoint(call, x, use_reentrant=False),

@@ -186,58 +186,6 @@ def test_gradient_written_out(kernel, gates, raw):
         assert relative_error(a, b) < 1e-10
 
 
-@pytest.mark.parametrize("v_first", [False, True])
-def test_operator_with_a_gradient(kernel, v_first):
-    """What training on a GPU goes through, whose forward is a kernel's there."""
-    calls, ops = submodule("kda.call"), submodule("kda.ops")
-    x = doubles(2, 70, 1, 2, 8, 12)
-    shape = (2, 2, 12, 8) if v_first else (2, 2, 8, 12)
-    x["initial_state"] = torch.randn(shape, dtype=torch.float64)
-    leaves = [y.requires_grad_() for y in x.values()]
-    options = calls.KdaOptions(0.3, True, state_v_first=v_first, output_final_state=True)
-    fields = (*list(x.values())[:5], None, None, x["initial_state"], None, None, *options)
-    o, state, _ = ops.CHUNK.op(*fields)
-    want = kernel.chunk_kda(
-        **x, scale=0.3, use_qk_l2norm_in_kernel=True, output_final_state=True, state_v_first=v_first
-    )
-    assert torch.equal(o, want[0]) and torch.equal(state, want[1])
-    ways = [torch.autograd.grad(y[0].sum() + y[1].sin().sum(), leaves) for y in ((o, state), want)]
-    for a, b in zip(*ways):
-        assert relative_error(a, b) < 1e-11
-    o, *_ = ops.CHUNK.op(*fields)
-    (g,) = torch.autograd.grad(o.sum(), leaves[0], create_graph=True)
-    with pytest.raises(NotImplementedError, match="chunk_kda has no second derivative"):
-        torch.autograd.grad(g.sum(), leaves[1])
-
-
-def test_operators_agree_with_their_fakes():
-    calls, ops = submodule("kda.call"), submodule("kda.ops")
-    x = kda_inputs(1, 70, 1, 1, 8, 8)
-    state, options = torch.randn(1, 1, 8, 8), calls.KdaOptions(0.3, True, output_final_state=True)
-    tensors = (*x.values(), None, None)
-    rows = torch.tensor([0])
-    for operation, start, at in (
-        (ops.CHUNK, None, None), (ops.CHUNK, state, None), (ops.CHUNK_IN_POOL, state, rows),
-    ):  # fmt: skip
-        for every in (0, 64):
-            given = options._replace(checkpoint_every=every)
-            torch.library.opcheck(
-                operation.op, (*tensors, start, at, None, *given),
-                test_utils=("test_schema", "test_faketensor"),
-            )  # fmt: skip
-    for operation, inplace in ((ops.RECURRENT, False), (ops.RECURRENT_IN_PLACE, True)):
-        steps = calls.KdaStepOptions(0.3, True, output_final_state=True, inplace=inplace)
-        torch.library.opcheck(
-            operation.op, (*tensors, state, None, None, None, None, None, *steps),
-            test_utils=("test_schema", "test_faketensor"),
-        )  # fmt: skip
-    leaves = [y.requires_grad_() for y in x.values()]
-    torch.library.opcheck(
-        ops.CHUNK.op, (*leaves, None, None, None, None, None, *options),
-        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
-    )  # fmt: skip
-
-
 # ---- arguments
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import TOLERANCE, assert_close, prepared, relative_error, submodule
 from interpreter import INTERPRETING, compiled, interpreted, test_in_the_interpreter  # noqa: F401
 
@@ -133,22 +132,6 @@ def test_what_is_kept_is_read_once(after):
         y, *_ = ops.RMS_NORM.op(x, weight, added, 1e-6, "llama", 0.0, bool(after), True)
         y.sum().backward()
     assert x.grad is not None and sorted(read) == list(range(len(kept)))
-
-
-@compiled
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "gelu_pytorch_tanh", "relu"])
-def test_silu_mul(kernel, device, activation):
-    plain = {"gelu_pytorch_tanh": "gelu_tanh"}.get(activation, activation)
-    gate, up = torch.randn(2, 5, 192, dtype=torch.float64, device=device).chunk(2, -1)
-    leaves = [gate.requires_grad_(), up.requires_grad_()]
-    z = kernel.silu_mul(gate, up, activation=activation)
-    expected = gates.ACTIVATIONS[plain](gate) * up
-    assert relative_error(z, expected) < 1e-12
-    dz = torch.randn_like(z)
-    found = gates.silu_mul_bwd(gate, up, dz, plain)
-    for d, right in zip(found, torch.autograd.grad(expected, leaves, dz)):
-        assert relative_error(d, right) < 1e-12
-    assert relative_error(kernel.silu_mul(gate, up), F.silu(gate) * up) < 1e-12  # by default
 
 
 class Kernel:
@@ -355,16 +338,6 @@ def test_training(kernel, device, dtype, mode, offset):
 
 
 @compiled
-def test_silu_mul_training(kernel, device):
-    joined = torch.randn(2, 5, 2 * 264, device=device, requires_grad=True)
-    wide = joined.detach().double().requires_grad_()
-    for leaf in (joined, wide):
-        gate, up = leaf.chunk(2, -1)
-        (F.silu(gate) * up if leaf is wide else kernel.silu_mul(gate, up)).square().sum().backward()
-    assert_close(joined.grad, wide.grad)
-
-
-@compiled
 def test_a_call_repeats_and_follows_its_arguments(kernel, device):
     """Remembered calls: other values, dtypes, options and modes of torch are told apart."""
     x, residual = torch.randn(2, 4, 64, device=device).unbind(0)
@@ -390,29 +363,6 @@ def test_a_call_repeats_and_follows_its_arguments(kernel, device):
     assert kernel.rms_norm(x, parameter).requires_grad
     with torch.no_grad():
         assert not kernel.rms_norm(x, parameter).requires_grad
-
-
-@compiled
-def test_opcheck(device):
-    x, residual = torch.randn(2, 5, 16, device=device).unbind(0)
-    weight = torch.randn(16, device=device)
-    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    for args in ((x, weight, residual), (x, None, None), (x.bfloat16(), weight, None)):
-        for keep in (False, True):
-            torch.library.opcheck(
-                ops.RMS_NORM.op, (*args, 1e-6, "llama", 0.0, False, keep), test_utils=checks
-            )
-    args = (x, weight, residual, 1e-6, "gemma", 0.0, True, True)
-    torch.library.opcheck(ops.RMS_NORM.op, args, test_utils=checks)
-    rstd = torch.rand(5, device=device)
-    for weight_too in (False, True):
-        torch.library.opcheck(
-            ops.GRADIENT.op, (x, rstd, weight, x, residual, 0.0, weight_too), test_utils=checks
-        )
-    torch.library.opcheck(gate_ops.SILU_MUL.op, (x, residual, "silu"), test_utils=checks)
-    torch.library.opcheck(
-        gate_ops.SILU_MUL_GRADIENT.op, (x, residual, x, "relu"), test_utils=checks
-    )
 
 
 @compiled

@@ -1,0 +1,165 @@
+"""What holds for every public function in each of its forms (tests/problems.py): values and
+gradients beside fp64, sizes of zero and one, strides, repeats, what torch does around a call; that
+results are in memory of their own, and that operators say what they do."""
+
+import contextlib
+
+import pytest
+import torch
+from conftest import DEVICES, submodule
+from problems import F64, FORMS, PROBLEMS
+from uses_functions import FUNCTION_USES, Call, difference, outcome_of, total
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+EVERY = {**PROBLEMS, **FORMS}
+every_problem = pytest.mark.parametrize("name", EVERY)
+# of forms, uses that begin with what is not the function's: threads, and modes that watch it
+PROBLEMS_ALONE = ("four threads", "fake tensors", "a CUDA graph", "a counter of operations",
+                  "detect_anomaly", "tensors of inference_mode afterwards")  # fmt: skip
+REFUSED = {  # by a use, what has no answer in it
+    "no tokens": ("fused_recurrent_gated_delta_rule, drafts", "fused_recurrent_kda, drafts"),
+    "autocast": ("fused_recurrent_gated_delta_rule, out", "fused_recurrent_kda, out"),
+    "torch.func.vmap": ("chunk_gated_delta_rule, pool that is read",),
+    "a CUDA graph": ("chunk_gated_delta_rule, packed", "chunk_kda, packed"),
+}
+UNLIKE = {  # by a use, what it does not ask for
+    "one tensor in several places": ("chunk_kda, checkpoints",),  # keys of any length diverge
+    "second derivatives": ("fused_qk_norm_rope, plain",),  # which turns nothing
+}
+
+
+@pytest.mark.parametrize("use", [n for n, use in FUNCTION_USES.items() if not use.slow])
+@pytest.mark.parametrize("device", DEVICES)
+def test_uses(use, device):
+    """tests/crossings/uses_functions.py; equal to the function in fp64, or refused as the page of
+    crossings says."""
+    import table
+
+    run, wrong = FUNCTION_USES[use], []
+    for name, problem in EVERY.items():
+        if not run.only(problem) or name in UNLIKE.get(use, ()):
+            continue
+        if name in FORMS and use in PROBLEMS_ALONE:
+            continue
+        found = outcome_of(run, name, torch.float32, device)
+        said = table.outcomes().get(f"{name}: {use}", "equal")
+        if name in REFUSED.get(use, ()) and table.kind(found) == "refuses":
+            continue
+        if not table.may_be(found, said, device):
+            wrong.append(f"{name}: {found}")
+    assert not wrong, "\n".join(wrong)
+
+
+def storages(*values) -> set:
+    """Memory of tensors that have some."""
+    leaves = torch.utils._pytree.tree_leaves(values)
+    leaves = [x for x in leaves if isinstance(x, torch.Tensor) and x.numel()]
+    return {x.untyped_storage().data_ptr() for x in leaves}
+
+
+@every_problem
+def test_without_gradients(name):
+    """Forms of a CPU for calls without gradients give what the definition gives; no result lies in
+    the memory of an argument, which keeps its values unless it is written."""
+    call = Call(name, F64, "cpu")
+    problem, function = call.problem, call.function
+    for sizes in ({}, {"B": 1, "T": 1}, {"B": 2, "T": 0}, {"B": 1}, {"B": 2, "T": 3}):
+        if sizes.get("T") == 0 and name in REFUSED["no tokens"]:
+            continue
+        given, before = call.given(**sizes), call.given(**sizes)
+        with torch.set_grad_enabled(sizes.get("B") == 1):
+            found = torch.utils._pytree.tree_leaves(function(**given))
+        written = [given[n] for n in problem.written]
+        results = [x for x in found if x is not None and not any(x is y for y in written)]
+        assert not storages(results) & storages(given)
+        assert len(storages(results)) == len([x for x in results if x.numel()])
+        for n, x in given.items():  # a ring is written
+            kept = n in problem.written or not isinstance(x, torch.Tensor)
+            assert kept or torch.equal(x, before[n]), n
+        if problem.grads:
+            leaves = {n: before[n].requires_grad_() for n in problem.grads}
+            defined = call({**before, **leaves})
+            assert difference(call.values(given), defined, problem, F64) is None
+
+
+@contextlib.contextmanager
+def by_operators():
+    """Public functions call operators, whose bodies run the reference, as traced ones do; gives the
+    operators, with the arguments of their first call."""
+    operation, calls = submodule("runtime.operation").Operation, {}
+    needs_grad, launcher = submodule("runtime.ops").needs_grad, operation.launcher
+
+    def first(self, tensors, options):
+        given = tensors if self.cast is None else self.cast(*tensors)
+        call = self.check(self.kind(*given, options))
+        traced = hasattr(self, "op") or needs_grad(call)
+        return self._traced(call) if traced else self._reference(call)
+
+    def recorded(self, fields):
+        copies = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in fields]
+        calls.setdefault(self.op, copies)
+        return launcher(self, fields)
+
+    def has_reference(self, call, grad):
+        return self.module is not None and (not grad or self._has_gradient(call))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operation, "_first", first)
+        patch.setattr(operation, "launcher", recorded)
+        patch.setattr(operation, "_has_kernels", has_reference)
+        yield calls
+
+
+# plain torch, or operators of kernels alone; and operators that torch's autograd computes, which
+# opcheck's modes do not see
+PLAIN = ("gated_delta_gate", "fused_swiglu", "fused_swiglu_mlp")
+BY_AUTOGRAD = ("linear_loss_bwd", "token_log_probs_bwd")
+
+
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
+OTHERS = (  # of which the reference computes gradients, or is none
+    "chunk_gated_delta_rule, checkpoints", "chunk_kda, checkpoints", "fused_qk_norm_rope, plain",
+)  # fmt: skip
+LAST = [  # functions whose gradients have no gradient by operators
+    "chunk_gated_delta_rule", "chunk_kda", "causal_conv1d_fn", "rms_norm", "rms_norm_gated",
+    "fused_experts", "fused_qk_norm_rope", "sigmoid_gate", "silu_mul",
+]  # fmt: skip
+
+
+@every_problem
+def test_nothing_has_gradients(name):
+    """Of each argument alone: zeros, also where there are no rows or no tokens."""
+    call = Call(name, torch.float32, "cpu")
+    for sizes in ({"B": 0}, {"T": 0}):
+        for grad in call.problem.grads:
+            found = call.gradients(call.given(**sizes), names=(grad,))[-1]
+            given = call.given(**sizes)[grad]
+            assert found.shape == given.shape and (
+                grad.startswith("initial_state") or not found.any()
+            )
+
+
+@every_problem
+def test_operators(name):
+    """Gradients that are written out are autograd's of the definition; operators and their fakes
+    agree with each other."""
+    call = Call(name, F64, "cpu")
+    expected = call.both(call.given()), call.values(call.given())
+    with by_operators():
+        found = call.both(call.given()), call.values(call.given())
+        alone = [call.gradients(call.given(), names=(n,))[-1] for n in call.problem.grads]
+    for one, right in zip((*found, alone), (*expected, expected[0][-len(alone) :])):
+        assert not alone or difference(one, right, call.problem, F64) is None
+    call.dtype = torch.float32
+    with by_operators() as calls:
+        call.both(call.given()), call.values(call.given())
+    assert calls or call.problem.function in PLAIN
+    if call.problem.grads and call.problem.function in LAST and name not in OTHERS:
+        with by_operators(), pytest.raises(NotImplementedError, match="no second derivative"):
+            leaves = {n: call.given()[n].requires_grad_() for n in call.problem.grads}
+            loss = total(call({**call.given(), **leaves}))
+            first = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
+            sum(x.square().sum() for x in first).backward()
+    for operator, fields in calls.items():
+        if not any(x in str(operator) for x in BY_AUTOGRAD):
+            torch.library.opcheck(operator, tuple(fields), test_utils=CHECKS)
