@@ -205,46 +205,6 @@ def test_norm_and_rotary_kernel(dtype, rotary, cached):
         assert found[0][:, :, 1:].isnan().all() and not found[0][:, :, :1].isnan().any()
 
 
-CHANGES = {
-    "q": ({"q": normal(2, 4, 5, 33)}, "q must have heads of 32 channels, 16 and the 16 of rotated"),
-    "weight": ({"weight": normal(99, 32)}, "weight must have as many rows for each of the 5 heads"),
-    "few rows": ({"weight": normal(5 * 16, 32)}, "more than 16, got 80"),
-    "nope": ({"qk_nope_head_dim": 0}, "qk_nope_head_dim must be at least 1, got 0"),
-    "length": ({"cache_seqlens": torch.tensor(51)}, "cache_seqlens must be 0 to 50"),
-    "mask": ({"attention_mask": torch.ones(2, 1, 3, 50)}, "attention_mask must have shape"),
-    "slots": (
-        {"latents": normal(2, 1, 0, 32), "rotated": normal(2, 1, 0, 16)},
-        "at least one slot",
-    ),
-    "heads": ({"latents": normal(2, 2, 50, 32)}, "latents must have shape"),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_arguments(change):
-    given, message = CHANGES[change]
-    with pytest.raises(ValueError, match=message.replace("[", r"\[")):
-        kernel.latent_attention_with_kvcache(**{**problem(SIZES[1]), **given})
-
-
-ROPE_CHANGES = {
-    "tables": ({"sin": None}, "sin must be given where cos is"),
-    "pairs": ({"rotary": "pairs", "cos": normal(1, 3, 16)}, "cos must have shape"),
-    "word": ({"rotary": "thirds"}, "rotary must be one of"),
-    "caches": ({"cache_position": None}, "cache_position must be given where latent_cache is"),
-    "position": ({"cache_position": torch.tensor(7)}, "cache_position must be 0 to 6"),
-    "gradient": ({"q": normal(2, 3, 5, 48).requires_grad_()}, "q must not require a gradient"),
-    "width": ({"kv": normal(2, 3, 63)}, "kv must have 64 channels"),
-}
-
-
-@pytest.mark.parametrize("change", ROPE_CHANGES)
-def test_rope_arguments(change):
-    given, message = ROPE_CHANGES[change]
-    with pytest.raises(ValueError, match=message):
-        kernel.fused_latent_norm_rope(**{**rope_problem("halves", True), **given})
-
-
 def test_lengths_that_are_new():
     """A cache that grows finds what calls of other lengths have prepared, and the reference where
     its latents do not begin at a multiple of 16 bytes."""

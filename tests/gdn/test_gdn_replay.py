@@ -391,30 +391,6 @@ def public(max_tokens=1, **changes):
     return {**tokens, **held, **changes}
 
 
-# the rest of what one argument may not be is in tests/functions/test_every_argument.py
-BAD = [
-    ({"initial_state": torch.ones(3, 4, 16, 8)}, "initial_state must have shape"),
-    ({"cursor": torch.zeros(2, 3).int().T}, "cursor must be contiguous"),
-    ({"cursor": torch.full((3, 2), 6).int()}, "first rows of 0 and counts of 0 to 5, as"),
-    (
-        {name: torch.ones(3, 2, 2, 16) for name in ("q", "k")}
-        | {"v": torch.ones(3, 2, 4, 8), "g": -torch.ones(3, 2, 4), "beta": torch.ones(3, 2, 4)},
-        "q must have a number of tokens T of 1, the ring's max_tokens, got 2",
-    ),
-    ({"state_indices": torch.tensor([0, 1, 3])}, "state_indices must be below"),
-    ({"state_indices": torch.tensor([0, 1, 1])}, "state_indices must not name"),
-    ({"g": torch.ones(3, 1, 4, requires_grad=True)}, "g must not require a gradient"),
-    ({"allow_neg_eigval": True}, "allow_neg_eigval must be False unless"),
-]
-
-
-@compiled
-@pytest.mark.parametrize("changes, words", BAD, ids=lambda value: None)
-def test_bad_input(kernel, changes, words):
-    with pytest.raises(ValueError, match=words):
-        kernel.replay_gated_delta_rule(**public(**changes))
-
-
 @compiled
 def test_bad_rings_and_cursors(kernel):
     state, x = torch.zeros(3, 4, 8, 16), public(max_tokens=2)

@@ -184,39 +184,3 @@ def test_gradient_written_out(kernel, gates, raw):
     again = torch.autograd.grad(kernel.chunk_kda(**x, cu_seqlens=cu, **options), leaves, (do, dS))
     for a, b in zip(again, wanted):
         assert relative_error(a, b) < 1e-10
-
-
-# ---- arguments
-
-
-def refuses(kernel, error, message, rule=None, **changes):
-    for name in RULES if rule is None else (rule,):
-        x = {**kda_inputs(1, 5, 2, 2, 8, 8), **changes}
-        with pytest.raises(error, match=message):
-            getattr(kernel, name)(**x)
-
-
-def test_what_is_refused(kernel):
-    refuses(kernel, ValueError, r"g must have shape \[B, T, HV, K\]", g=torch.zeros(1, 5, 2))
-    refuses(kernel, ValueError, "g must have shape", g=torch.zeros(1, 5, 2, 7))
-    refuses(kernel, TypeError, "g must be a torch.Tensor, got NoneType", g=None)
-    refuses(
-        kernel, ValueError, "A_log must be given .* without lower_bound", use_gate_in_kernel=True
-    )
-    refuses(kernel, ValueError, "A_log must be None unless", A_log=torch.zeros(2))
-    refuses(kernel, TypeError, "A_log must be a torch.Tensor", A_log=[0.0], use_gate_in_kernel=True)
-    raw = {"use_gate_in_kernel": True, "A_log": torch.zeros(2)}
-    refuses(kernel, ValueError, r"dt_bias must have shape \[HV\*K\]", dt_bias=torch.zeros(3), **raw)
-    refuses(kernel, ValueError, "lower_bound must be negative", lower_bound=0.0, **raw)
-    refuses(kernel, TypeError, "lower_bound must be a float", lower_bound="-5", **raw)
-    refuses(kernel, ValueError, "allow_neg_eigval must be False", allow_neg_eigval=True)
-    refuses(kernel, ValueError, "scale must be positive", scale=-1.0)
-    chunk = {"rule": "chunk_kda"}
-    refuses(kernel, ValueError, "chunk_size must be 32 or 64", chunk_size=16, **chunk)
-    refuses(kernel, TypeError, "safe_gate must be True or False", safe_gate="yes", **chunk)
-    refuses(kernel, ValueError, "cp_context must be None", cp_context=object(), **chunk)
-    message = "return_intermediate_states must be False: checkpoint_every"
-    refuses(kernel, ValueError, message, return_intermediate_states=True, **chunk)
-    step = {"rule": "fused_recurrent_kda"}
-    refuses(kernel, ValueError, "null_index must be -1 or 0", null_index=3, **step)
-    refuses(kernel, ValueError, "initial_state must be given", inplace_final_state=True, **step)
