@@ -1,9 +1,11 @@
 """Swap the kernel into real transformers models and see that nothing changes but the time.
 
     make demo          (or: python examples/kernelize_llm.py)
+    python examples/kernelize_llm.py --models "Gemma 4" "Kimi Linear"
 
 Builds the kernel, loads it as a user does, and runs a small Llama and a small Qwen3.5 with random
-weights before and after kernelize(model): on the GPU if there is one, else on the CPU. There, where
+weights before and after kernelize(model), or the models that are named: on the GPU if there is one,
+else on the CPU. There, where
 no kernel runs, use_reference() has plain torch serve the modules that kernels would serve on a GPU.
 Before and after have the same weights and are timed in turns, so that a busy machine is unfair to
 neither.
@@ -43,19 +45,9 @@ SIZES = {  # what a CPU with two cores runs in seconds, and what keeps a GPU bus
         "head_dim": 128,
     },
 }
-GDN = {
-    "cpu": {
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8,
-        "linear_key_head_dim": 64,
-        "linear_value_head_dim": 64,
-    },
-    "cuda": {
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-    },
+HEADS = {  # of linear attention: of keys and of values, and their widths
+    "cpu": (4, 8, 64),
+    "cuda": (16, 32, 128),
 }
 PROMPT = {"cpu": 512, "cuda": 8192}
 NEW_TOKENS = 32
@@ -74,21 +66,79 @@ def load_kernel():
     return kernel
 
 
+def llama(device: str) -> tuple:
+    return "LlamaConfig", {}
+
+
+def qwen3_5(device: str) -> tuple:
+    keys, values, width = HEADS[device]
+    return "Qwen3_5TextConfig", {
+        "linear_num_key_heads": keys,
+        "linear_num_value_heads": values,
+        "linear_key_head_dim": width,
+        "linear_value_head_dim": width,
+        "layer_types": in_turn(device, "linear_attention"),
+    }
+
+
+def gemma4(device: str) -> tuple:
+    """As the E2B: the last layers attend to keys and values of those before them, and each layer
+    gets an embedding of its own."""
+    layers = SIZES[device]["num_hidden_layers"]
+    return "Gemma4TextConfig", {
+        "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
+        "num_kv_shared_layers": layers // 2,
+        "hidden_size_per_layer_input": 64,
+        "vocab_size_per_layer_input": 4096,
+    }
+
+
+def kimi_linear(device: str) -> tuple:
+    """Kimi Delta Attention, latent attention in each fourth layer, experts but in the first."""
+    _, heads, width = HEADS[device]
+    sizes = SIZES[device]
+    return "KimiLinearConfig", {
+        "linear_num_heads": heads,
+        "linear_head_dim": width,
+        "layer_types": in_turn(device, "linear_attention"),
+        "num_key_value_heads": sizes["num_attention_heads"],
+        "kv_lora_rank": 4 * width,
+        "qk_nope_head_dim": width,
+        "qk_rope_head_dim": width // 2,
+        "v_head_dim": width,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": sizes["intermediate_size"] // 4,
+    }
+
+
+MODELS = {
+    "Llama": llama,
+    "Qwen3.5": qwen3_5,
+    "Gemma 4": gemma4,
+    "Kimi Linear": kimi_linear,
+}
+
+
+def in_turn(device: str, kind: str) -> list:
+    """The kinds of layers: each fourth one is full attention."""
+    layers = SIZES[device]["num_hidden_layers"]
+    return ["full_attention" if i % 4 == 3 else kind for i in range(layers)]
+
+
 def random_model(family: str, device: str):
+    name, own = MODELS[family](device)
     sizes = {
         **SIZES[device],
         "vocab_size": 4096,
         "max_position_embeddings": 16384,
         "initializer_range": 0.05,
         "pad_token_id": 0,
+        "bos_token_id": None,
         "eos_token_id": None,
+        **own,
     }
-    if family == "Qwen3.5":
-        layers = sizes["num_hidden_layers"]
-        kinds = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(layers)]
-        config = transformers.Qwen3_5TextConfig(**sizes, **GDN[device], layer_types=kinds)
-    else:
-        config = transformers.LlamaConfig(**sizes)
+    config = getattr(transformers, name)(**sizes)
     torch.manual_seed(0)
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config)
@@ -173,8 +223,10 @@ def in_fp64(model):
     module = importlib.util.module_from_spec(spec)
     with mock.patch.dict(sys.modules, {"fla": None, "causal_conv1d": None, spec.name: module}):
         spec.loader.exec_module(module)
-    with torch.device(model.device):
-        copied = getattr(module, type(model).__name__)(model.config)
+        with torch.device(model.device):
+            copied = getattr(module, type(model).__name__)(copy.deepcopy(model.config))
+        with contextlib.suppress(ValueError):  # raised by a model without experts
+            copied.set_experts_implementation("eager")  # the others know no fp64
     copied.load_state_dict(model.state_dict())
     return copied.double().eval()
 
@@ -249,7 +301,9 @@ def main() -> int:
     )
     here = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cpu", "cuda"), default=here, help="where it runs")
-    device = parser.parse_args().device
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["Llama", "Qwen3.5"])
+    options = parser.parse_args()
+    device = options.device
     if device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no GPU on this machine")
     transformers.logging.set_verbosity_error()
@@ -258,7 +312,7 @@ def main() -> int:
     where = torch.cuda.get_device_name() if device == "cuda" else f"{torch.get_num_threads()} cores"
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {device} ({where})")
     kernel = load_kernel()
-    same = [compare(kernel, family, device) for family in ("Llama", "Qwen3.5")]
+    same = [compare(kernel, family, device) for family in options.models]
     print(f"\n{time.perf_counter() - start:.0f} s in all. restore(model) undoes kernelize(model).")
     print(SHOWN[device])
     return 0 if all(same) else 1

@@ -37,6 +37,8 @@ REPLACED = {
     "chunk_kimi_delta_attention": ("kimi_linear", "chunk_kimi_delta_attention"),
     "recurrent_gated_delta_rule": ("qwen3_5", "torch_recurrent_gated_delta_rule"),
     "recurrent_kimi_delta_attention": ("kimi_linear", "recurrent_kimi_delta_attention"),
+    "rotary_pos_emb": ("llama", "apply_rotary_pos_emb"),
+    "SoftmaxTopKRouter": ("qwen3_5_moe", "Qwen3_5MoeTopKRouter"),
 }
 every_layer = pytest.mark.parametrize("name", REPLACED)
 
@@ -48,7 +50,8 @@ def replaced(name: str) -> type:
 
 
 def test_the_list_is_whole(kernel):
-    assert sorted([*REPLACED, "SwiGLUGateUpLayout"]) == sorted(kernel.layers.__all__)
+    others = "SwiGLUGateUpLayout", "ForCausalLMLoss"  # which replace no class or function
+    assert sorted([*REPLACED, *others]) == sorted(kernel.layers.__all__)
 
 
 @every_layer

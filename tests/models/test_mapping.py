@@ -247,20 +247,37 @@ def ours(module):
     return getattr(module.forward, "__func__", module.forward).__module__
 
 
-def test_through_kernel_config_with_a_local_path(kernels_of_transformers, 
-    built, repository, own_mapping, kernel_config_anywhere
+NAMES = {  # of a model, those that we have a layer for
+    "llama": {"SwiGLUMLP", "RMSNorm", "rotary_pos_emb"},
+    "qwen3_5_moe_text": {
+        "SwiGLUMLP", "SoftmaxTopKRouter", "RMSNormZeroCentered", "RMSNormGated",
+        "Qwen3_5GatedDeltaNet",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_all_names_by_a_kernel_config_with_a_local_path(kernels_of_transformers,
+    built, repository, own_mapping, kernel_config_anywhere, kind
 ):  # fmt: skip
-    model, _ = pair(built, "qwen3_5_text", "cpu")
-    other, ids = copy.deepcopy(model), tokens(2, 9)
-    built.decorate(other)
+    model, ids = random_model(kind), tokens(2, 9)
+    expected = logits(model, ids)
+    built.decorate(model)
+    config = transformers.KernelConfig()
+    config.store_registered_layer_names(model)
+    names = set(config.registered_layer_names.values()) & set(built.layer_mapping())
+    assert names >= NAMES[kind]
+    layers = importlib.import_module(f"{built.__name__}.models.hub").NAMES
     config = transformers.KernelConfig(
-        {name: f"{repository}:{name}" for name in ("SwiGLUMLP", "Qwen3_5GatedDeltaNet")},
-        use_local_kernel=True,
+        {name: f"{repository}:{layers[name]}" for name in names}, use_local_kernel=True
     )
-    other.set_use_kernels(True, config)
-    for module in (other.model.layers[0].linear_attn, other.model.layers[0].mlp):
-        assert ours(module).startswith(built.__name__)
-    assert_same(logits(other, ids), logits(model, ids))
+    model.set_use_kernels(True, config)
+    for module in model.modules():
+        if getattr(module, "kernel_layer_name", None) in names:
+            assert ours(module).startswith(built.__name__)
+        for name, function in (getattr(module, "_kernel_funcs", None) or {}).items():
+            assert name not in names or ours(function).startswith(built.__name__)
+    assert_same(logits(model, ids), expected)
 
 
 def hub_layer(name):

@@ -26,8 +26,7 @@ def demo(kernel, monkeypatch):
     monkeypatch.setattr(demo.transformers.logging, "set_verbosity_error", lambda: None)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
     monkeypatch.setitem(demo.SIZES, "cpu", {**demo.SIZES["cpu"], **sizes})
-    heads = dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8)
-    monkeypatch.setitem(demo.GDN, "cpu", {**demo.GDN["cpu"], **heads})
+    monkeypatch.setitem(demo.HEADS, "cpu", (4, 8, 8))
     monkeypatch.setitem(demo.PROMPT, "cpu", 80)
     for name, value in {"NEW_TOKENS": 3, "REPEATS": 2, "TOKENS": 1}.items():
         monkeypatch.setattr(demo, name, value)
@@ -51,6 +50,21 @@ def test_the_demo_on_a_cpu(demo, capsys):
     for row in ("prompt of 80", "one token"):
         assert re.search(rf"{row} +\d+\.\d\d ms +\d+\.\d\d ms   (\d+\.\d\dx|too noisy)", qwen)
     assert text.endswith(demo.SHOWN["cpu"] + "\n") and "only a GPU can show" in demo.SHOWN["cpu"]
+
+
+OTHERS = {"Gemma 4": "Gemma4TextMLP", "Kimi Linear": "KimiDeltaAttention"}
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_models(demo, capsys, monkeypatch, family):
+    if not hasattr(demo.transformers, demo.MODELS[family]("cpu")[0]):
+        pytest.skip(f"this transformers has no {family}")
+    monkeypatch.setattr(sys, "argv", ["kernelize_llm.py", "--models", family])
+    assert demo.main() == 0
+    text = capsys.readouterr().out
+    assert f"{family}, random weights, on cpu" in text and "Llama" not in text
+    assert "3 greedy tokens x 2 prompts    identical" in text
+    assert OTHERS[family] in text
 
 
 def test_a_demo_that_finds_another_result_fails(demo, capsys, monkeypatch, kernel):

@@ -2,10 +2,12 @@
 
 import doctest
 import inspect
+import runpy
+import shutil
 
 import pytest
 import torch
-from in_tree import load_package
+from in_tree import ROOT, load_package
 
 PUBLIC = sorted(load_package().__all__)
 
@@ -42,3 +44,11 @@ def test_the_package_begins_with_three_calls(kernel):
     q, k, v = torch.randn(3, 1, 9, 2, 16).unbind(0)
     names.update(q=q, k=k, v=v, g=-torch.rand(1, 9, 2), beta=torch.rand(1, 9, 2))
     assert run(kernel.__doc__, names, "kernel") == 3
+
+
+def test_the_example_of_a_built_kernel(repository, capsys):
+    """As kernel-builder's template has it, beside build/."""
+    pytest.importorskip("kernels")
+    path = shutil.copy(ROOT / "example.py", repository)
+    runpy.run_path(str(path), run_name="__main__")
+    assert capsys.readouterr().out.endswith("Success!\n")

@@ -19,16 +19,19 @@ from .functions import (
     recurrent_kimi_delta_attention,
 )
 from .gdn import OlmoHybridGatedDeltaNet, Qwen3_5GatedDeltaNet, Qwen3NextGatedDeltaNet
+from .hub_functions import ForCausalLMLoss, SoftmaxTopKRouter, rotary_pos_emb
 from .hub_norm import RMSNorm, RMSNormZeroCentered
 from .swiglu import SwiGLUGateUp, SwiGLUGateUpLayout, SwiGLUMLP
 
 __all__ = [
+    "ForCausalLMLoss",
     "FusedRMSNormGated",
     "OlmoHybridGatedDeltaNet",
     "Qwen3NextGatedDeltaNet",
     "Qwen3_5GatedDeltaNet",
     "RMSNorm",
     "RMSNormZeroCentered",
+    "SoftmaxTopKRouter",
     "SwiGLUGateUp",
     "SwiGLUGateUpLayout",
     "SwiGLUMLP",
@@ -38,6 +41,7 @@ __all__ = [
     "chunk_kimi_delta_attention",
     "recurrent_gated_delta_rule",
     "recurrent_kimi_delta_attention",
+    "rotary_pos_emb",
 ]
 
 

@@ -23,6 +23,9 @@ NAMES = {
     "RMSNorm": "RMSNorm",
     "RMSNormZeroCentered": "RMSNormZeroCentered",
     "RMSNormGated": "FusedRMSNormGated",
+    "SoftmaxTopKRouter": "SoftmaxTopKRouter",
+    "rotary_pos_emb": "rotary_pos_emb",
+    "ForCausalLMLoss": "ForCausalLMLoss",
     "chunk_gated_delta_rule": "chunk_gated_delta_rule",
     "fused_recurrent_gated_delta_rule": "recurrent_gated_delta_rule",
     "chunk_kda": "chunk_kimi_delta_attention",
@@ -80,9 +83,9 @@ def layer_mapping(
             only revision works (kernels 0.17.2).
         names: the names to map: "SwiGLUMLP", "SwiGLUGateUp", "Qwen3_5GatedDeltaNet",
             "Qwen3NextGatedDeltaNet", "OlmoHybridGatedDeltaNet", "RMSNorm", "RMSNormZeroCentered",
-            "RMSNormGated", "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule",
-            "chunk_kda", "fused_recurrent_kda", "causal_conv1d_fn", "causal_conv1d_update"; all by
-            default.
+            "RMSNormGated", "SoftmaxTopKRouter", "rotary_pos_emb", "ForCausalLMLoss",
+            "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "chunk_kda",
+            "fused_recurrent_kda", "causal_conv1d_fn", "causal_conv1d_update"; all by default.
         devices: the device types to map, of those that `kernels` knows: "cpu", "cuda", "mps",
             "neuron", "npu", "rocm", "tpu", "xpu".
         trust_remote_code: for a Hub repository whose publisher is not a trusted one: True, or a
@@ -103,7 +106,7 @@ def layer_mapping(
         (['SwiGLUMLP', 'RMSNormGated'], 1)
         >>> mapping = layer_mapping("org/fused-swiglu-gdn", version=1)  # nothing is fetched yet
         >>> len(mapping)
-        14
+        17
     """
     for word, words, known in (("names", names, NAMES), ("devices", devices, DEVICES)):
         if words is not None or word == "devices":

@@ -1,0 +1,212 @@
+"""Rotary embedding, router and loss under the names by which transformers asks `kernels` for them.
+
+A class or function of that name which computes something else keeps its own code.
+"""
+
+from types import FunctionType
+from typing import Callable, Dict, NamedTuple, Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..attention.api import fused_qk_norm_rope
+from ..attention.ops import FAMILY as ATTENTION
+from ..experts.api_topk import fused_topk
+from ..experts.ops_topk import FAMILY as EXPERTS
+from ..loss.ops import CROSS_ENTROPY
+from ..loss.ops import FAMILY as LOSS
+from ..runtime import dispatch
+from .own_code import NotOwn, cells_of, own_code, own_names
+from .pinned import Pinned
+from .plain import PLAIN_TENSORS, torch_unpatched
+
+
+class rotary_pos_emb(nn.Module):
+    """q * cos + rotate_half(q) * sin, and the same of k: fused_qk_norm_rope without a norm.
+
+    Computed in fp32 and rounded once, where transformers rounds three times in bf16.
+
+    Shapes:
+        q: [B, H, T, D] and k: [B, HK, T, D] with unsqueeze_dim 1, [B, T, H, D] with 2;
+        cos, sin: [B or 1, T, D] -> as q and k
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, q, k, cos, sin, unsqueeze_dim=1):
+        turned = None
+        if unsqueeze_dim in (1, 2) and _serves(ATTENTION, "qk_norm_rope_fwd", q, k, cos, sin):
+            turned = _turned(self, q, k, cos, sin, unsqueeze_dim)
+        return type(self).forward(self, q, k, cos, sin, unsqueeze_dim) if turned is None else turned
+
+
+class SoftmaxTopKRouter(nn.Module):
+    """The logits of a router, the weights of the experts chosen and their numbers: fused_topk.
+
+        logits = hidden_states @ weight.T;  weights = topk(softmax(logits)), divided by their sum
+
+    Among equal logits the expert with the lower number comes first.
+
+    Shapes:
+        hidden_states: [..., H] -> [T, E], [T, K], [T, K] int64
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, hidden_states):
+        routed = None
+        if _serves(EXPERTS, "topk_fwd", hidden_states):
+            routed = _routed(self, hidden_states)
+        return type(self).forward(self, hidden_states) if routed is None else routed
+
+
+class ForCausalLMLoss(nn.Module):
+    """The mean cross entropy of the next token, by a kernel that needs no copy of logits in fp32.
+
+    With num_items_in_batch the sum, divided by it. transformers 5.24 has a mapping for the name and
+    no class or function that bears it.
+
+    Shapes:
+        logits: [B, T, V]; labels: [B, T], or shift_labels: [B, T], shifted already -> []
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(
+        self,
+        logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None,
+        **kwargs,
+    ):  # fmt: skip
+        if shift_labels is None:
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        logits = logits.view(-1, vocab_size)
+        target = shift_labels.reshape(-1).to(logits.device)
+        mean = num_items_in_batch is None
+        if _serves(LOSS, "cross_entropy_fwd", logits):
+            loss = CROSS_ENTROPY((logits, target), (ignore_index, mean))[0]
+        else:
+            how = "mean" if mean else "sum"
+            loss = F.cross_entropy(logits.float(), target, ignore_index=ignore_index, reduction=how)
+        if torch.is_tensor(num_items_in_batch):
+            num_items_in_batch = num_items_in_batch.to(loss.device)
+        return loss if mean else loss / num_items_in_batch
+
+
+def _serves(family: str, operation: str, *tensors) -> bool:
+    """True if a kernel may compute the operation on plain tensors, outside torch.compile."""
+    if torch.compiler.is_compiling() or not torch_unpatched(False):
+        return False
+    plain = all(type(x) in PLAIN_TENSORS for x in tensors)
+    return plain and dispatch.serves(family, operation, tensors[0])
+
+
+def _turned(module, q, k, cos, sin, unsqueeze_dim: int) -> Optional[Tuple]:
+    """q and k turned, or None if the function of transformers must do it."""
+    if not cos.dtype is sin.dtype is k.dtype is q.dtype or q.ndim != 4 or k.ndim != 4:
+        return None
+    if cos.ndim != 3 or sin.shape != cos.shape or cos.shape[-1] != q.shape[-1]:
+        return None
+    if not _known(type(module), _turns_halves):
+        return None
+    if unsqueeze_dim == 1:
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+    if k.shape[:2] != q.shape[:2] or cos.shape[1] != q.shape[1]:
+        return None
+    q, k = fused_qk_norm_rope(q, k, cos, sin)
+    return (q.transpose(1, 2), k.transpose(1, 2)) if unsqueeze_dim == 1 else (q, k)
+
+
+def _routed(router: nn.Module, x: torch.Tensor) -> Optional[tuple]:
+    """logits, weights and ids, or None if the class's own forward must run."""
+    weight, top_k = router._parameters.get("weight"), router.__dict__.get("top_k")
+    if type(weight) not in PLAIN_TENSORS or weight.dtype is not x.dtype or type(top_k) is not int:
+        return None
+    if torch.is_autocast_enabled(x.device.type) or not _known(type(router), _is_softmax_top_k):
+        return None
+    return _by_fused_topk(x, weight, top_k)
+
+
+def _by_fused_topk(x, weight, top_k: int) -> tuple:
+    logits = F.linear(x.reshape(-1, weight.shape[1]), weight)
+    return (logits, *fused_topk(logits, top_k))
+
+
+# -- which classes and functions compute these formulas
+
+
+class _Form(NamedTuple):
+    pinned: Pinned
+    agrees: bool
+
+
+_forms: Dict[type, _Form] = {}
+
+
+def _known(kind: type, agrees: Callable[[type], bool]) -> bool:
+    """True if a class of transformers, or the function in one that `kernels` has made for it, has
+    its own code and computes the formula."""
+    form = _forms.get(kind)
+    if form is None or not form.pinned.unchanged():
+        try:
+            pinned = _code_of(kind)
+        except NotOwn:
+            return False
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            form = _forms[kind] = _Form(pinned, agrees(kind))
+    return form.agrees
+
+
+def _code_of(kind: type) -> Pinned:
+    """Pins all that a patch could replace of a class's forward, or of the function in it."""
+    function = _function_of(kind)
+    if function is None:
+        return own_code(kind)[1]
+    return Pinned(tuple(own_names(function)), ((function, function.__code__),))
+
+
+def _function_of(kind: type) -> Optional[FunctionType]:
+    """The function for which `kernels` has made this class."""
+    return cells_of(kind.forward).get("func") if kind.__module__ == "kernels.layer.layer" else None
+
+
+def _turns_halves(kind: type) -> bool:
+    function = _function_of(kind)
+    if function is None:
+        return False
+    random = torch.Generator().manual_seed(1)
+    for shape in ((2, 3, 5, 8), (1, 1, 2, 6)):
+        q, k, cos, sin = torch.randn(4, *shape, generator=random, dtype=torch.float64)
+        found = function(q, k, cos[:, 0], sin[:, 0])
+        for x, y in zip((q, k), found):
+            half = torch.cat(torch.chunk(x, 2, -1)[::-1], -1)
+            half[..., : x.shape[-1] // 2] *= -1
+            # some compute in fp32 whatever they are given
+            if not torch.allclose(y, x * cos[:, :1] + half * sin[:, :1], rtol=1e-5, atol=1e-6):
+                return False
+    return True
+
+
+def _is_softmax_top_k(kind: type) -> bool:
+    random = torch.Generator().manual_seed(1)
+    for rows, E, H, K in ((7, 6, 8, 2), (3, 9, 5, 4), (1, 4, 4, 1)):
+        router = kind.__new__(kind)
+        nn.Module.__init__(router)
+        weight = torch.randn(E, H, generator=random)
+        router.weight = nn.Parameter(weight, requires_grad=False)
+        router.top_k, router.num_experts, router.hidden_dim = K, E, H
+        for dtype in (torch.float32, torch.bfloat16):
+            x = torch.randn(rows, H, generator=random).to(dtype)
+            router.weight.data = weight.to(dtype)
+            try:
+                found = kind.forward(router, x)
+            except AttributeError:  # it has further attributes
+                return False
+            expected = _by_fused_topk(x, router.weight, K)
+            for a, b in zip(found, expected):
+                if a.dtype is not b.dtype or not torch.allclose(a, b, rtol=1e-2, atol=1e-6):
+                    return False
+    return True
