@@ -101,6 +101,30 @@ def test_imports_go_down(room):
                 assert their_kind in (*SHARED, "reference"), f"{where}: torch alone"
 
 
+def picture() -> str:
+    """The rooms by floors, highest first, each with the rooms that it imports from."""
+    rooms = [room for room in ROOMS if (PACKAGE / room).is_dir()]
+    below = {room: {p[0] for path in files_of(room) for p, _ in imported(path)} for room in rooms}
+    floors = {}
+    for room in rooms:  # from the left, so that those below a room have their floors
+        below[room] = sorted(below[room] - {room, "_ops"})
+        floors[room] = max([1 + floors[x] for x in below[room]], default=0)
+    ground = " ".join(sorted(room for room in rooms if floors[room] == 1))
+    high = sorted((-floors[room], room) for room in rooms if floors[room] > 1)
+    lines = [
+        f"{-floor}  {room:<12}" + " ".join(x for x in below[room] if x != "runtime")
+        for floor, room in high
+    ]
+    return "\n".join([*lines, f"1  {ground}", "0  runtime"])
+
+
+def test_contributing_shows_the_rooms_as_they_are():
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    assert f"```text\n{picture()}\n```" in page, f"the picture of CONTRIBUTING.md is:\n{picture()}"
+    for room in ROOMS[1:-1]:
+        assert f"| `{room}/` |" in page, f"CONTRIBUTING.md has no row for {room}/"
+
+
 def is_kernel(function) -> bool:
     names = [
         node.attr for d in function.decorator_list for node in ast.walk(d) if hasattr(node, "attr")
