@@ -88,14 +88,14 @@ def chunk_gated_delta_rule(
             cu_seqlens, state_indices and checkpoint_every are not given.
 
     Returns:
-        (o, final_state), with checkpoint_every (o, final_state, checkpoints):
-        o [B, T, HV, V], the dtype of q.
-        final_state [N, HV, K, V], the state after each sequence's last token, in state_dtype; the
-        pool itself with state_indices; None without output_final_state.
-        checkpoints [B * (T // E), HV, K, V]: row b * (T // E) + j of an equal-length batch, or
-        cu_seqlens[n] // E + j of a packed one, is the state of the sequence after its first
-        (j + 1) * E tokens; rows that belong to no sequence, or to one that is skipped, are
-        undefined.
+        (o, final_state), or (o, final_state, checkpoints) with checkpoint_every.
+
+        o: [B, T, HV, V], in the dtype of q.
+        final_state: [N, HV, K, V], in state_dtype: the state after the last token of each sequence;
+            None without output_final_state. With state_indices it is the pool itself.
+        checkpoints: [B * (T // E), HV, K, V], in state_dtype. The state of sequence n after its
+            first (j + 1) * E tokens is row n * (T // E) + j, or cu_seqlens[n] // E + j of a packed
+            batch. Rows that belong to no sequence, or to one that is skipped, are undefined.
 
     Raises:
         ValueError: a shape, device, scale, cu_seqlens or option does not fit.
@@ -206,8 +206,12 @@ def fused_recurrent_gated_delta_rule(
             memory with the other tensors. One that is not contiguous is written by a copy.
 
     Returns:
-        o [B, T, HV, V], the dtype of q, and the final state, fp32 [N, HV, K, V] (or as the last
-        two arguments say), or None.
+        (o, state).
+
+        o: [B, T, HV, V], in the dtype of q; `out` itself if it is given.
+        state: [N, HV, K, V] fp32, the state after the last token of each sequence; [B, T, HV, K, V]
+            with output_all_states; `initial_state` itself with inplace_final_state; None without
+            any of the three options.
 
     Raises:
         ValueError, TypeError: as chunk_gated_delta_rule.

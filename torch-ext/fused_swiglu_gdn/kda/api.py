@@ -50,8 +50,9 @@ def chunk_kda(
         o_t = scale * S_t^T q_t
 
     For prompts and training. State, gates, cumulative sums and the triangular solve are in fp32
-    (docs/kda.md). Any gate is right, -80, -inf and 0 among them: no exponent is ever positive. A
-    sequence's result does not depend on the rest of the batch, nor a token's on later ones.
+    (docs/kda.md). No exponent is ever positive, so that gates of any strength are exact, -inf and 0
+    among them. The result of a sequence does not depend on the rest of the batch, nor that of a
+    token on later tokens.
 
     Args:
         q, k: [B, T, H, K], K up to 256; fp32, bf16 or fp16. Head h of v uses head h // (HV / H).
@@ -63,45 +64,41 @@ def chunk_kda(
             torch any other.
         initial_state: [N, HV, K, V], any floating dtype, or None for zeros; with state_indices the
             pool [P, HV, K, V].
-        output_final_state: whether to return the state after the last token.
+        output_final_state: also return the state after the last token.
         use_qk_l2norm_in_kernel: q and k are divided by sqrt(sum(x ** 2) + 1e-6) first.
         use_gate_in_kernel: g is raw; -exp(A_log) * softplus(g + dt_bias) is used, or with
             lower_bound lower_bound * sigmoid(exp(A_log) * (g + dt_bias)).
         use_beta_sigmoid_in_kernel: beta is a logit; sigmoid(beta) is used.
         allow_neg_eigval: with use_beta_sigmoid_in_kernel alone: 2 * sigmoid(beta) is used.
-        safe_gate: accepted, and changes nothing: all gates are safe.
         lower_bound: of the gates, negative, with use_gate_in_kernel; else it changes nothing.
-        disable_recompute: accepted, and changes nothing.
         return_intermediate_states: refused; see checkpoint_every.
         state_v_first: states are [N, HV, V, K].
         cu_seqlens: [N + 1], int32 or int64, cumulative lengths of N sequences packed into a batch
-            of one (as FlashAttention has it); sequences may be empty. Tokens behind the last one
-            are padding: their outputs and gradients are zero. On a GPU its values are not checked,
-            which would stop the host.
-        cu_seqlens_cpu: accepted, and not needed.
+            of one (as in FlashAttention); sequences may be empty. Tokens behind the last one are
+            padding: their outputs and gradients are zero. On a GPU its values are not checked,
+            because that would block the host.
         cp_context: refused.
-        use_graph, max_num_seqs: accepted, and change nothing: a CUDA graph can capture any call.
+        safe_gate, disable_recompute, cu_seqlens_cpu, use_graph, max_num_seqs: accepted, and change
+            nothing. All gates are safe, and a CUDA graph can capture any call.
         A_log: HV elements in any shape, for use_gate_in_kernel; may be None with lower_bound: the
             factor exp(A_log) is 1 then.
         dt_bias: [HV * K] or [HV, K], for use_gate_in_kernel; may be None.
         state_indices: [N], int32 or int64: sequence n starts from row state_indices[n] of the pool
             `initial_state` and its final state is written there. A negative index skips the
-            sequence: its outputs are zero and no row is touched.
+            sequence: its outputs are zero and no row is read or written.
         has_initial_state: [N], bool, with state_indices: False: the sequence starts from zeros,
-            whatever its row holds.
-        inplace_final_state: with state_indices: False leaves the pool as it is, and final states
+            and its row is not read.
+        inplace_final_state: with state_indices: False leaves the pool unchanged, and final states
             are returned as without a pool (zeros for a sequence that is skipped).
         state_dtype: dtype of the returned states, fp32, bf16, fp16 or fp64: fp32 by default, fp64
             for inputs in fp64. They are computed in that default and rounded once.
         checkpoint_every: E = 0, or a multiple of 64: also return the states after every E tokens.
-        chunk_size: 32 or 64, as FLA has it, and changes nothing: chunks have 64 tokens.
+        chunk_size: 32 or 64, as in FLA; it changes nothing, chunks have 64 tokens.
 
     Returns:
-        (o, final_state), with checkpoint_every (o, final_state, checkpoints):
-        o [B, T, HV, V], the dtype of q.
-        final_state [N, HV, K, V], the state after each sequence's last token, in state_dtype; the
-        pool itself with state_indices; None without output_final_state.
-        checkpoints [B * (T // E), HV, K, V], in the rows that chunk_gated_delta_rule has them in.
+        (o, final_state), or (o, final_state, checkpoints) with checkpoint_every, as of
+        chunk_gated_delta_rule: o [B, T, HV, V] in the dtype of q, final_state [N, HV, K, V] and
+        checkpoints [B * (T // E), HV, K, V] in state_dtype.
 
     Raises:
         ValueError: a shape, device, scale, cu_seqlens or option does not fit, or
@@ -183,13 +180,12 @@ def fused_recurrent_kda(
         initial_state: [N, HV, K, V], any floating dtype, or None for zeros; with state_indices
             the pool [P, HV, K, V].
         state_indices, output_state_indices, inplace_final_state, output_all_states,
-        num_accepted_tokens, null_index, out: as fused_recurrent_gated_delta_rule has them: rows of
-            a pool of states to start from and to write, states that are written in place or
-            returned after every token, the check of drafts, and where o is written.
+        num_accepted_tokens, null_index, out: as in fused_recurrent_gated_delta_rule: rows of a pool
+            of states to start from and to write, states that are written in place or returned
+            after every token, the verification of drafts, and where o is written.
 
     Returns:
-        o [B, T, HV, V], the dtype of q, and the final state, fp32 [N, HV, K, V] (or as the options
-        say), or None.
+        (o, state), as of fused_recurrent_gated_delta_rule.
 
     Raises:
         ValueError, TypeError: as chunk_kda.
