@@ -418,7 +418,8 @@ form("fused_experts", "held elsewhere", with_more(
 form("fused_experts", "recompute", with_more(experts, recompute=True, activation="relu"))
 form("fused_topk", "sigmoid", with_more(
     topk, scoring="sigmoid", renormalize=False, scale=2.5, bias=lambda draw, B, T, x: draw(8),
-), wide=("bias",))  # fmt: skip
+), grads=("logits",), wide=("bias",))  # fmt: skip
+form("fused_topk", "gradients", topk, grads=("logits",))
 form("fused_qk_norm_rope", "interleaved", with_more(
     rotary, cos=lambda draw, B, T, x: draw(B, T, 6), sin=lambda draw, B, T, x: draw(B, T, 6),
     interleaved=True, offset=0.5, norm="all", q_weight=lambda draw, B, T, x: draw(64),

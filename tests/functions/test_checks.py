@@ -154,6 +154,9 @@ BAD = [
     (chunk, WIDE, "q and k .* 1 to 256, got 300"),
     *[(call, dict(allow_neg_eigval=True), "allow_neg_eigval must be False unless .*sigmoid")
       for call in (chunk, recurrent, kda, kda_steps, replay)],
+    (recurrent, dict(null_index=1), "null_index must be -1 or 0, .* got 1"),
+    (chunk, dict(chunk_size=32), "chunk_size must be 64, .* got 32"),
+    (kda, dict(chunk_size=16), "chunk_size must be 32 or 64, got 16"),
     (chunk, dict(checkpoint_every=100), "checkpoint_every .* multiple of 64, got 100"),
     (chunk, dict(use_gate_in_kernel=True), "A_log must be given when use_gate_in_kernel .* None"),
     *[(call, dict(use_gate_in_kernel=True), "A_log must be given .* without lower_bound")

@@ -148,18 +148,19 @@ def test_operators(name):
     with by_operators():
         found = call.both(call.given()), call.values(call.given())
         alone = [call.gradients(call.given(), names=(n,))[-1] for n in call.problem.grads]
-    for one, right in zip((*found, alone), (*expected, expected[0][-len(alone) :])):
-        assert not alone or difference(one, right, call.problem, F64) is None
-    call.dtype = torch.float32
-    with by_operators() as calls:
-        call.both(call.given()), call.values(call.given())
-    assert calls or call.problem.function in PLAIN
+    pairs = [*zip(found, expected)] + [(alone, expected[0][-len(alone) :])] * bool(alone)
+    for one, right in pairs:
+        assert difference(one, right, call.problem, F64) is None
     if call.problem.grads and call.problem.function in LAST and name not in OTHERS:
         with by_operators(), pytest.raises(NotImplementedError, match="no second derivative"):
             leaves = {n: call.given()[n].requires_grad_() for n in call.problem.grads}
             loss = total(call({**call.given(), **leaves}))
             first = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
             sum(x.square().sum() for x in first).backward()
-    for operator, fields in calls.items():
-        if not any(x in str(operator) for x in BY_AUTOGRAD):
-            torch.library.opcheck(operator, tuple(fields), test_utils=CHECKS)
+    for call.dtype in (torch.float32, torch.float16):
+        with by_operators() as calls:
+            call.both(call.given()), call.values(call.given())
+        assert calls or call.problem.function in PLAIN
+        for operator, fields in calls.items():
+            if not any(x in str(operator) for x in BY_AUTOGRAD):
+                torch.library.opcheck(operator, tuple(fields), test_utils=CHECKS)

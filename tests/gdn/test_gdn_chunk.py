@@ -154,7 +154,7 @@ def test_short_rests_of_segments_interpreted(monkeypatch, lengths, dtype, K):
     whole, states = check("portable", args)
     if lengths is None or K > 16:
         return
-    for n in range(len(lengths)):  # alone as in a batch
+    for n in (0, 3):  # alone as in a batch
         own = slice(*x["cu_seqlens"][n : n + 2].tolist())
         alone = {name: x[name][:, own] for name in ("q", "k", "v", "g", "beta")}
         alone["initial_state"] = x["initial_state"][n : n + 1]
@@ -182,7 +182,7 @@ def test_segments_of_a_pool_interpreted(monkeypatch):
 def test_a_plan_serves_calls_alike_interpreted():
     module = submodule("gdn.portable.chunk")
     first, second = (
-        arguments(gdn_inputs(2, 70, 1, 2, 16, 16, torch.float16, seed=seed)) for seed in (0, 1)
+        arguments(gdn_inputs(2, 40, 1, 2, 16, 16, torch.float16, seed=seed)) for seed in (0, 1)
     )
     off = torch.cat([second.q.new_zeros(1), second.q.flatten()])[1:].view_as(second.q)
     plan = module.prepare_gdn_chunk_fwd(first)

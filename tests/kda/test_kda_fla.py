@@ -34,8 +34,8 @@ def on_kernels(monkeypatch):
 
 
 def some(cases):
-    """All cases; a quarter of them in the interpreter."""
-    return cases[::4] if INTERPRETING else cases
+    """All cases; one of them in the interpreter, where test_kda_kernels.py asks for the rest."""
+    return cases[:1] if INTERPRETING else cases
 
 
 def fitted(device, B=1, T=1, H=1, HV=1, D=16, tokens=70):

@@ -84,7 +84,9 @@ def raw_gates(x, HV, K, bound):
 TYPED_GATES = list(itertools.product(DTYPES, GATES))
 TYPED_STATES = list(itertools.product(DTYPES, [False, True]))
 HEADS = [(3, 3), (2, 4), (5, 5), (1, 6)]
+SHORT = 70  # tokens where several chunks are not what is asked about
 if INTERPRETING:
+    SHORT = 40
     HEADS = HEADS[:2]
     TYPED_GATES = [*TYPED_GATES[: len(GATES)], (DTYPES[1], "wild")]
     TYPED_STATES = list(zip(DTYPES, [False, True]))
@@ -110,15 +112,16 @@ class Problems:
 
     @pytest.mark.parametrize("H, HV", HEADS)
     def test_heads(self, H, HV):
-        x = kda_inputs(1, 70, H, HV, 16, 16, DTYPES[0], device=self.device)
+        x = kda_inputs(1, SHORT, H, HV, 16, 16, DTYPES[0], device=self.device)
         self.check(prompt(x, use_qk_l2norm=True, output_final_state=False))
 
     @pytest.mark.parametrize("bound", [None, -5.0])
     @pytest.mark.parametrize("K", [16, 40])
     def test_raw_gates(self, bound, K):
-        x = raw_gates(kda_inputs(1, 70, 2, 2, K, 16, DTYPES[0], device=self.device), 2, K, bound)
-        options = {"use_qk_l2norm": True, "use_beta_sigmoid": True}
-        self.check(prompt(x, allow_neg_eigval=True, **options))
+        x = kda_inputs(1, SHORT, 2, 2, K, 16, DTYPES[0], device=self.device)
+        x, options = raw_gates(x, 2, K, bound), {"use_qk_l2norm": True, "use_beta_sigmoid": True}
+        if K == 40 or not INTERPRETING:
+            self.check(prompt(x, allow_neg_eigval=True, **options))
         if K == 40:
             return
         x["beta"] = torch.randn_like(x["beta"]).to(DTYPES[0])
@@ -191,7 +194,7 @@ class Prompts(Problems):
     def test_one_preparation_is_for_all_calls_alike(self):
         first, second = (
             prompt(
-                kda_inputs(2, 70, 1, 1, 16, 16, DTYPES[0], seed=seed, device=self.device),
+                kda_inputs(2, SHORT, 1, 1, 16, 16, DTYPES[0], seed=seed, device=self.device),
                 use_qk_l2norm=True,
             )
             for seed in (0, 1)
@@ -355,7 +358,8 @@ class Gradients(Problems):
             return computed("kda.portable.backward", "kda_chunk_bwd", call)[:5]
 
         x["cu_seqlens"] = ends(100, 50, device=self.device)
-        whole, again = run(x, do), run(x, do)
+        whole = run(x, do)
+        again = whole if INTERPRETING else run(x, do)  # one program after the other
         part = {name: y[:, 100:] for name, y in x.items() if name != "cu_seqlens"}
         for a, b, c in zip(whole, again, run(part, do[:, 100:])):
             assert torch.equal(a, b) and torch.equal(a[:, 100:], c)
