@@ -50,10 +50,8 @@ def backward(call, do, d_final):
 
 def by_steps(rule, x, scale=0.1):
     """o and the final state, token by token."""
-    kind, options = (gdn.RecurrentCall, gdn.RecurrentOptions)
-    if rule == "kda":
-        kind, options = kda.KdaStepCall, kda.KdaStepOptions
-    options = options(scale, use_qk_l2norm=True, output_final_state=True)
+    kind = gdn.RecurrentCall if rule == "gdn" else kda.KdaStepCall
+    options = gdn.RecurrentOptions(scale, use_qk_l2norm=True, output_final_state=True)
     run = getattr(submodule(f"{rule}.reference.recurrent"), f"{rule}_recurrent_fwd")
     return run(kind(**{**dict.fromkeys(kind._fields), **x, "options": options}))
 

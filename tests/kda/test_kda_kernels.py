@@ -22,7 +22,8 @@ def prompt(x, **options):
 
 def token(x, **options):
     """The same of a KdaStepCall."""
-    return call_of(calls.KdaStepCall, calls.KdaStepOptions, {**x, **options})
+    options_of = submodule("gdn.call").RecurrentOptions
+    return call_of(calls.KdaStepCall, options_of, {**x, **options})
 
 
 def call_of(kind, kind_of_options, given):

@@ -39,7 +39,7 @@ class GdnOptions(NamedTuple):
 
 
 class RecurrentOptions(NamedTuple):
-    """Options of the recurrent (token by token) form."""
+    """Options of the recurrent (token by token) form, of Kimi Delta Attention, too."""
 
     scale: float
     use_qk_l2norm: bool = False
@@ -50,9 +50,9 @@ class RecurrentOptions(NamedTuple):
     inplace: bool = False  # the final states overwrite initial_state, or rows of it
     all_states: bool = False  # the states after every token are returned
     null_index: int = -1  # rows of the pool up to this one are null slots
+    lower_bound: Optional[float] = None  # of the raw gates of Kimi Delta Attention
 
     beta_max = property(of_beta)
-    lower_bound = None  # of a gate that is bounded: kda/call.py has such
 
 
 class ReplayOptions(NamedTuple):

@@ -8,7 +8,7 @@ from typing import NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from ..gdn.call import of_beta, with_sizes
+from ..gdn.call import GdnCall, RecurrentCall, of_beta, with_sizes
 from ..runtime import device
 from ..runtime.dtypes import SERVED
 
@@ -29,39 +29,12 @@ class KdaOptions(NamedTuple):
     beta_max = property(of_beta)
 
 
-class KdaStepOptions(NamedTuple):
-    """Options of the form that goes token by token."""
-
-    scale: float
-    use_qk_l2norm: bool = False
-    use_beta_sigmoid: bool = False
-    allow_neg_eigval: bool = False
-    state_v_first: bool = False
-    output_final_state: bool = False
-    inplace: bool = False  # the final states overwrite initial_state, or rows of it
-    all_states: bool = False  # the states after every token are returned
-    null_index: int = -1  # rows of the pool up to this one are null slots
-    lower_bound: Optional[float] = None  # of gates that are raw; None: they have none
-
-    beta_max = property(of_beta)
-
-
 @with_sizes
-class KdaCall(NamedTuple):
-    """A call of the chunked form."""
+class KdaCall(GdnCall):
+    """A call of the chunked form: g is [B, T, HV, K] and dt_bias [HV * K]."""
 
-    q: Tensor  # [B, T, H, K]
-    k: Tensor  # [B, T, H, K]
-    v: Tensor  # [B, T, HV, V]
-    g: Tensor  # [B, T, HV, K], natural-log decay; raw with A_log or lower_bound
-    beta: Tensor  # [B, T, HV]
-    A_log: Optional[Tensor]  # [HV]
-    dt_bias: Optional[Tensor]  # [HV * K]
-    initial_state: Optional[Tensor]  # [N, HV, K, V]; with state_indices the pool [P, HV, K, V]
-    state_indices: Optional[Tensor]  # [N]
-    cu_seqlens: Optional[Tensor]  # [N + 1]
+    __slots__ = ()
     options: KdaOptions
-
     channels = True
 
 
@@ -87,24 +60,10 @@ class KdaBackward(NamedTuple):
 
 
 @with_sizes
-class KdaStepCall(NamedTuple):
-    """A call of the form that goes token by token."""
+class KdaStepCall(RecurrentCall):
+    """A call of the form that goes token by token: g is [B, T, HV, K] and dt_bias [HV * K]."""
 
-    q: Tensor  # [B, T, H, K]
-    k: Tensor  # [B, T, H, K]
-    v: Tensor  # [B, T, HV, V]
-    g: Tensor  # [B, T, HV, K], natural-log decay; raw with A_log or lower_bound
-    beta: Tensor  # [B, T, HV]
-    A_log: Optional[Tensor]  # [HV]
-    dt_bias: Optional[Tensor]  # [HV * K]
-    initial_state: Optional[Tensor]  # [N, HV, K, V]; with state_indices the pool [P, HV, K, V]
-    state_indices: Optional[Tensor]  # [N], rows of the pool to start from; [N, 1 + S] with counts
-    output_state_indices: Optional[Tensor]  # [N], rows of the pool to write, if not the same
-    num_accepted_tokens: Optional[Tensor]  # [N], which of its rows a sequence starts from, from 1
-    cu_seqlens: Optional[Tensor]  # [N + 1]
-    out: Optional[Tensor]  # [B, T, HV, V], what o is written to
-    options: KdaStepOptions
-
+    __slots__ = ()
     channels = True
 
 

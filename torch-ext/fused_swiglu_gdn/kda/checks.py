@@ -4,10 +4,11 @@ import numbers
 
 from torch import Tensor
 
+from ..gdn.call import RecurrentOptions
 from ..gdn.checks import in_chunks, in_steps
 from ..runtime.checks import are_flags, is_int, is_number, is_tensor
 from ..runtime.ops import autocast
-from .call import KdaCall, KdaOptions, KdaStepCall, KdaStepOptions
+from .call import KdaCall, KdaOptions, KdaStepCall
 
 
 def flat(q, k, v, g, beta, A_log, dt_bias, *more) -> tuple:
@@ -35,10 +36,10 @@ def chunk(call: KdaCall, written: bool = True) -> KdaCall:
 def recurrent(call: KdaStepCall) -> KdaStepCall:
     """Checks a call of fused_recurrent_kda.
 
-    Its options are those of KdaStepOptions, and use_gate_in_kernel.
+    Its options are those of RecurrentOptions, and use_gate_in_kernel.
     """
     *options, bound, use_gate = call.options
-    call = call._replace(options=KdaStepOptions(*options, _bound(bound, use_gate)))
+    call = call._replace(options=RecurrentOptions(*options, _bound(bound, use_gate)))
     return in_steps(call, use_gate)
 
 
