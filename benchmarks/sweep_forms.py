@@ -48,7 +48,10 @@ def drawn(T: int, E: int, K: int, share: int) -> torch.Tensor:
 
 
 def weight(package) -> Iterator[Row]:
-    hopper, gradients = submodule("experts.hopper.experts"), submodule("experts.portable.gradients")
+    hopper, gradients = (
+        submodule("experts.hopper.experts"),
+        submodule("experts.portable.weight_gradients"),
+    )
     experts, routing_of = (
         submodule("experts.portable.experts"),
         submodule("experts.portable.routing"),

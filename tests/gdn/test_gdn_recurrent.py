@@ -64,7 +64,7 @@ def wide(x):
 def call(x):
     """The RecurrentCall of fields and options by name."""
     given = calls.RecurrentOptions._fields
-    options = calls.RecurrentOptions(**{name: x[name] for name in given})
+    options = calls.RecurrentOptions(**{name: x[name] for name in given if name in x})
     tensors = {name: y for name, y in x.items() if name not in given}
     return calls.RecurrentCall(**tensors, options=options)
 

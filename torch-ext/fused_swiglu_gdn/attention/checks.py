@@ -57,9 +57,7 @@ def _tables(cos, sin, interleaved, q, sizes) -> None:
     for name, table in (("cos", cos), ("sin", sin)):
         is_floating(name, table)
         same_device(name, table, "q", q)
-    agrees("sin", sin, "cos", cos)
-    if sizes["N"] not in (1, sizes["B"]):
-        raise ValueError(f"cos must have batch {sizes['B']}, as q, or 1, got {sizes['N']}")
+    _tables_agree(cos, sin, sizes)
     if interleaved:
         pairs = sizes["D"] // 2
         if not 0 < sizes["R/2"] <= pairs:
@@ -71,6 +69,12 @@ def _tables(cos, sin, interleaved, q, sizes) -> None:
         raise ValueError(
             f"cos must have an even number of channels up to {sizes['D']}, got {sizes['R']}"
         )
+
+
+def _tables_agree(cos, sin, sizes) -> None:
+    agrees("sin", sin, "cos", cos)
+    if sizes["N"] not in (1, sizes["B"]):
+        raise ValueError(f"cos must have batch {sizes['B']}, as q, or 1, got {sizes['N']}")
 
 
 def _caches(q, v, key_cache, value_cache, cache_position, sizes) -> None:
@@ -283,9 +287,7 @@ def fused_latent_norm_rope(call: LatentNormRope) -> LatentNormRope:
         sizes["R/2"] = R // 2
         for name, table in (("cos", cos), ("sin", sin)):
             has_form(name, table, "N T R" if rotary == "halves" else "N T R/2", sizes, "q", q)
-        agrees("sin", sin, "cos", cos)
-        if sizes["N"] not in (1, sizes["B"]):
-            raise ValueError(f"cos must have batch {sizes['B']}, as q, or 1, got {sizes['N']}")
+        _tables_agree(cos, sin, sizes)
     has_memory("q", q)
     _latent_caches(q, latent_cache, rotated_cache, cache_position, sizes)
     if torch.is_grad_enabled():

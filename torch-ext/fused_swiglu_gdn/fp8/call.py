@@ -7,7 +7,7 @@ from torch import Tensor
 from ..runtime.call import NoOptions, call
 
 BLOCK = 128  # columns, and rows of a weight, that share a scale
-MOST = 64  # tokens are few
+MOST = 64  # tokens that have products of their own: from 65 on the product is cuBLAS's
 MAX_PLAIN = 2  # weights in bf16 beside those in FP8
 ROWS = 16  # the product takes a multiple of so many
 PLAIN_ROWS = 32  # of a weight in bf16 that a program takes

@@ -5,7 +5,7 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
-from . import checks
+from . import checks, checks_aiter
 from .api import chunk_gated_delta_rule
 
 
@@ -102,14 +102,14 @@ def chunk_gated_delta_rule_opt_vk(
         "chunk_gated_delta_rule_opt_vk", "chunk_gated_delta_rule",
         q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state,
     )  # fmt: skip
-    checks.aiter_options(
+    checks_aiter.options(
         use_chunk_hip, use_chunk_flydsl, use_prepare_flydsl, use_exp2, seq_lens_cpu,
         snapshot_dtype, initial_state_indices, inplace_final_state, o, v,
     )  # fmt: skip
-    cu_seqlens = checks.without_decodes(cu_seqlens, num_decodes, num_decode_tokens, v)
+    cu_seqlens = checks_aiter.without_decodes(cu_seqlens, num_decodes, num_decode_tokens, v)
     indices = initial_state_indices
     in_place = indices is None or inplace_final_state is not False
-    checks.aiter_pool(indices, initial_state, cu_seqlens, v, in_place)
+    checks_aiter.pool(indices, initial_state, cu_seqlens, v, in_place)
     out, state = chunk_gated_delta_rule(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
         state_v_first=True, cu_seqlens=cu_seqlens, state_indices=indices, state_dtype=state_dtype,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..runtime.call import call
 
-MOST = 4
+MOST = 4  # adapters, of projections that share their input
 
 
 class LoraOptions(NamedTuple):

@@ -7,7 +7,7 @@ from torch import Tensor
 from ..runtime.call import call
 
 MAX_TOKENS = 64  # that the kernels take
-MAX_WEIGHTS = 6
+MAX_WEIGHTS = 6  # of a launch: those of a Gated DeltaNet layer
 
 
 class ProjectOptions(NamedTuple):

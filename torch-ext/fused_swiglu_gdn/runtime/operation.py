@@ -1,7 +1,6 @@
 """`Operation`: what a call means, which kernels compute it, and how torch sees it."""
 
-import functools
-from typing import Callable, Collection, Optional, Sequence, Tuple
+from typing import Callable, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -13,8 +12,6 @@ from .call import device_of, tensors_in
 from .device import is_gpu
 from .ops import (
     PLAIN,
-    contiguous,
-    dense,
     last_derivative,
     needs_grad,
     no_second_derivative,
@@ -29,6 +26,9 @@ wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 class Operation(CallCache):
     """One operation: its calls, its torch operator, its kernels, and a function for known calls.
 
+    operation(tensors, options) computes a call of a public function and returns a tensor, or a
+    tuple with None for each output that the call does not have.
+
     family: "room.module". A kernel module `<room>/<folder>/<module>.py` exports
     `prepare_<name>(call)`. It returns a function of the call's tensors, for all calls with the same
     facts (runtime/cache.py), or None if its kernels do not compute the call exactly.
@@ -41,16 +41,16 @@ class Operation(CallCache):
     cast(*tensors): the tensors in autocast's dtype.
     outputs: how many tensors the operator returns; like, fake: their shapes and dtypes, as names
     of fields (`operator`) or as a function of the call.
-    written: names of the tensors that are written in place. Kernels and the reference may return
-    them as well; the operator, whose outputs share no memory with its arguments, returns empty
-    tensors in their place.
+    written: names of the tensors that are written in place. The public function returns such a
+    tensor from its own arguments: among the outputs of a call it may be the tensor, None or, from
+    the operator, whose outputs share no memory with its arguments, an empty tensor.
     differentiable(call): False if the reference must compute a call that needs a gradient.
     aligned: names of tensors that kernels read at multiples of 16 bytes alone; the reference
     computes calls with others.
-    varying: {name of a tensor: its dimension} of a size that is another one in many calls, and the
-    same in all of these tensors. A function of prepare_<name> may have an attribute `resized`: it
-    returns the function of a call's tensors where this size and strides of dimensions before it are
-    others, and all other facts the same.
+    varying: {name of a tensor: its dimension} of a size that changes from call to call, and is the
+    same in all of these tensors. The function that prepare_<name> returns may have an attribute
+    `resized`: a function of a call's tensors that differ in this size, and in strides of dimensions
+    before it, alone; it returns the function for such calls.
     opaque: the reference cannot be traced, so that tracing always sees the operator.
     train: the Operation of the same calls with a gradient, whose first output is the result.
     schema: the operator's name, if it is not `name`; None: there is no operator, for the reference
@@ -347,41 +347,3 @@ def _counting(launch: Callable, places: list) -> Callable:
         return out
 
     return run
-
-
-def on_copies(prepare: Callable, call, copied: Callable) -> Optional[Callable]:
-    """prepare(call), where the kernels take no tensors but those that copied(*tensors) returns."""
-    run = prepare(type(call)(*copied(*call.tensors), call.options))
-    return None if run is None else lambda *tensors: run(*copied(*tensors))
-
-
-def on_dense(prepare: Callable, call, *apart: str) -> Optional[Callable]:
-    """prepare(call), where the kernels need a contiguous last dimension of all tensors but some.
-
-    apart: the names of those that they take as they are.
-    """
-    named = list(zip(call._fields, call.tensors))
-    places = [i for i, (name, x) in enumerate(named) if name not in apart and dense(x) is not x]
-    return on_contiguous(prepare, call, places)
-
-
-def on_contiguous(prepare: Callable, call, places: Collection[int]) -> Optional[Callable]:
-    """prepare(call), where the kernels need the tensors at these places of the call contiguous."""
-    if not places:
-        return prepare(call)
-
-    def copied(*tensors):
-        return [contiguous(x) if i in places else x for i, x in enumerate(tensors)]
-
-    return on_copies(prepare, call, copied)
-
-
-def contiguous_like(x: Tensor, dtype: Optional[torch.dtype] = None) -> Callable[[Tensor], Tensor]:
-    """A function that makes an empty contiguous tensor for tensors with the strides of x.
-
-    That is empty_like if its result is contiguous, which costs the host half of what empty costs.
-    """
-    more: dict = {} if dtype in (None, x.dtype) else {"dtype": dtype}
-    if not torch.empty_like(x, device="meta").is_contiguous():
-        more["memory_format"] = torch.contiguous_format
-    return functools.partial(torch.empty_like, **more) if more else torch.empty_like

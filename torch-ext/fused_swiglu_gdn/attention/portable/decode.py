@@ -16,15 +16,16 @@ import triton.language as tl
 
 from ...runtime import device, tuning
 from ...runtime.cache import keep
+from ...runtime.copies import contiguous_like, on_copies
 from ...runtime.dtypes import HALF
 from ...runtime.launch import Launch, kind_of, named
-from ...runtime.operation import contiguous_like, on_copies
 from ...runtime.ops import dense
 from ...runtime.primitives import after_predecessor
 from ...runtime.sizes import next_power_of_2
 from ..call import KvCacheAttention
 
-MAX_HEAD, MAX_SPLITS, WAVES = 256, 64, 2
+MAX_HEAD, MAX_SPLITS = 256, 64  # channels; parts of a cache
+WAVES = 2  # programs for each multiprocessor, at most
 LOG2E = tl.constexpr(1.4426950408889634)
 
 

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 
 from ...runtime import device, tuning
+from ...runtime.copies import contiguous_like, on_copies
 from ...runtime.dtypes import served
 from ...runtime.launch import Launch, named
-from ...runtime.operation import contiguous_like, on_copies
 from ...runtime.ops import contiguous
 from ...runtime.sizes import next_power_of_2
 from ..call import SigmoidGate, SigmoidGradient

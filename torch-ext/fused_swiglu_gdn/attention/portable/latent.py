@@ -10,9 +10,9 @@ import torch
 
 from ...runtime import device, tuning
 from ...runtime.cache import keep
+from ...runtime.copies import on_copies
 from ...runtime.dtypes import HALF
 from ...runtime.launch import Launch, kind_of, named
-from ...runtime.operation import on_copies
 from ...runtime.sizes import next_power_of_2
 from ..call import LatentAttention
 from .latent_kernels import _absorb_kernel, _attend_kernel, _combine_kernel, _finish_kernel

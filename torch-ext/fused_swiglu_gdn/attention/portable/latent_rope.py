@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 
 from ...runtime import device
+from ...runtime.copies import on_copies
 from ...runtime.dtypes import served
 from ...runtime.launch import Launch, named
-from ...runtime.operation import on_copies
 from ...runtime.primitives import after_predecessor
 from ...runtime.sizes import next_power_of_2
 from ..call import LatentNormRope

@@ -16,15 +16,15 @@ import triton
 import triton.language as tl
 
 from ...runtime import tuning
+from ...runtime.copies import contiguous_like, on_copies
 from ...runtime.dtypes import served
 from ...runtime.launch import Launch, named, steps
-from ...runtime.operation import contiguous_like, on_copies
 from ...runtime.ops import contiguous, dense
 from ...runtime.sizes import next_power_of_2
 from ..call import QkNormRope
 from .heads import load_heads, load_turn, load_weight, rms_reciprocal, store_heads
 
-MAX_HEAD, MAX_WHOLE = 1024, 16384
+MAX_HEAD, MAX_WHOLE = 1024, 16384  # channels of a head, and of a norm over all heads
 
 
 def takes(call: QkNormRope) -> bool:

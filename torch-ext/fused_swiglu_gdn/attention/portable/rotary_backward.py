@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ...runtime.copies import contiguous_like
 from ...runtime.dtypes import served
 from ...runtime.launch import Launch, named, steps
-from ...runtime.operation import contiguous_like
 from ..call import QkGradient, QkNormRope
 from .heads import (
     load_heads,

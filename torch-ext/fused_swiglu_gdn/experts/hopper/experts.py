@@ -7,7 +7,7 @@ import torch
 from ...runtime import device, tuning
 from ..call import ExpertsBackward
 from ..portable import experts as plain
-from ..portable import gradients
+from ..portable import weight_gradients
 from ..portable.routing import Routing
 from . import strips
 from .gate import BM, gate_gradient
@@ -34,10 +34,10 @@ def takes_strips(a: torch.Tensor, b: torch.Tensor, routing: Routing) -> bool:
 def _weight_gradient(
     a, b, routing: Routing, main_grad: Optional[torch.Tensor], config: dict
 ) -> Optional[torch.Tensor]:
-    """Computes weight_gradient of portable/gradients.py by the faster of the two kernels."""
+    """Computes weight_gradient of portable/weight_gradients.py by the faster of the two kernels."""
     if main_grad is None and takes_strips(a, b, routing):
         return strips.weight_gradient(a, b, routing)
-    return gradients.weight_gradient(a, b, routing, main_grad, config)
+    return weight_gradients.weight_gradient(a, b, routing, main_grad, config)
 
 
 def prepare_experts_bwd(call: ExpertsBackward) -> Optional[Callable]:

@@ -22,7 +22,7 @@ from .fp8_products import down_kernel, up_kernel
 from .fp8_spread import spread_launch
 from .fp8_wide import BM, places_of, wide_launch
 
-FEW = 8  # tokens
+FEW = 8  # tokens up to which entries are not sorted by expert
 
 
 def _lies_so(codes: torch.Tensor, scales: torch.Tensor, shape: tuple) -> bool:

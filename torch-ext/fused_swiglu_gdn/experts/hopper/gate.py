@@ -25,12 +25,11 @@ from ...runtime.gluon import (
     tma,
     tma_load,
     warp_specialize,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 from ...runtime.launch import Launch
 from ...runtime.primitives import grouped_tile
 from ...swiglu.hopper.epilogue import BM, BN, UNIT, for_fp16, hand_over, piece, vector_layout
+from ...swiglu.hopper.training_kernels import multiply_steps
 from ..portable.gate import gated_with_gradient
 from ..portable.routing import Routing, entry_of_row, place_of, tile_at
 
@@ -110,16 +109,7 @@ def _multiply_partition(w, parts_ptr):
         rows = row + gl.arange(0, BM, layout=ROWS)
         entry = gl.load(entry_of_row(w.routing_ptr, w.E) + rows, mask=rows < end, other=0)
         weight = gl.load(w.weights_ptr + entry, mask=rows < end, other=0.0).to(gl.float32)
-        for step in range(w.DEPTH):
-            s = it % w.STAGES
-            mbarrier.wait(w.full.index(s), (it // w.STAGES) & 1)
-            b = w.b_smem.index(s).reshape([BK, BN])
-            acc = warpgroup_mma(w.a_smem.index(s), b, acc, use_acc=step > 0, is_async=True)
-            acc = warpgroup_mma_wait(1, (acc,))
-            mbarrier.arrive(w.empty.index((it + w.STAGES - 1) % w.STAGES), count=1, pred=step > 0)
-            it += 1
-        acc = warpgroup_mma_wait(0, (acc,))
-        mbarrier.arrive(w.empty.index((it + w.STAGES - 1) % w.STAGES), count=1)
+        acc, it = multiply_steps(w, acc, it, w.DEPTH, False)
         mbarrier.wait(w.tile_empty, phase)
         phase ^= 1
         scaled, factor = for_fp16(acc)

@@ -11,14 +11,15 @@ from typing import Callable, Optional, Tuple
 import torch
 
 from ...runtime import tuning
+from ...runtime.copies import on_copies
 from ...runtime.dtypes import HALF
-from ...runtime.operation import on_copies
 from ..call import Experts, ExpertsBackward
 from .combine import combine, weights_gradient
 from .few import are_few, plan_few
-from .gradients import bias_gradients, gate_gradient, spread, weight_gradient
+from .gradients import gate_gradient, spread
 from .products import rows_product, up
 from .routing import Routing, new_buffer, route
+from .weight_gradients import bias_gradients, weight_gradient
 
 
 def _is_readable(x: torch.Tensor) -> bool:

@@ -58,6 +58,35 @@ def _scales(x_scales, w_scales, k, P, mask_m):
 
 
 @triton.jit
+def _begin(
+    tile, x_ptr, w_ptr, count, M, K: tl.constexpr, SHARE: tl.constexpr, BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """(tokens, rows of the weight, mask of the tokens, first step, pointers to the first columns of
+    both operands) of a tile; a program takes SHARE steps of K."""
+    offs_m, offs_k = tl.arange(0, BLOCK_M), tl.arange(0, _BLOCK)
+    offs_n = tile * ROWS + tl.arange(0, ROWS)
+    mask_m = offs_m < M
+    # rows past the end read the last one, and nothing of them is stored
+    w_row = tl.minimum(offs_n, count - 1).to(tl.int64)
+    first = tl.program_id(1) * SHARE
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    w_ptrs = w_ptr + w_row[:, None] * K + offs_k[None, :]
+    x_ptrs = x_ptr + offs_m[:, None] * K + offs_k[None, :]
+    return offs_m, offs_n, mask_m, first, w_ptrs, x_ptrs
+
+
+@triton.jit
+def _end(acc, y_ptr, offs_m, offs_n, mask_m, count, column, N):
+    """Stores a tile of y from `column` on."""
+    offs_y = offs_m[None, :] * N + column + offs_n[:, None]
+    mask = mask_m[None, :] & (offs_n < count)[:, None]
+    tl.store(y_ptr + offs_y, acc.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _few_tile(
     tile, x_ptr, x_scale_ptr, w_ptr, s_ptr, y_ptr, count, column, M, N, P, K: tl.constexpr,
     BLOCK_M: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, PARTS: tl.constexpr,
@@ -65,18 +94,10 @@ def _few_tile(
 ):  # fmt: skip
     """Columns of y from `column` on: x times ROWS rows of a weight in FP8 with `count` of them."""
     blocks: tl.constexpr = (K + _BLOCK - 1) // _BLOCK
-    offs_m, offs_k = tl.arange(0, BLOCK_M), tl.arange(0, _BLOCK)
-    offs_n = tile * ROWS + tl.arange(0, ROWS)
-    mask_m = offs_m < M
-    # rows past the end read the last one, and nothing of them is stored
-    w_row = tl.minimum(offs_n, count - 1).to(tl.int64)
     share: tl.constexpr = (blocks + PARTS - 1) // PARTS
-    first = tl.program_id(1) * share
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    w_ptrs = w_ptr + w_row[:, None] * K + offs_k[None, :]
-    x_ptrs = x_ptr + offs_m[:, None] * K + offs_k[None, :]
+    offs_m, offs_n, mask_m, first, w_ptrs, x_ptrs = _begin(
+        tile, x_ptr, w_ptr, count, M, K, share, BLOCK_M, ROWS, PDL
+    )
     w_scales = s_ptr + tile * ROWS // _BLOCK * blocks
     x_scales = x_scale_ptr + offs_m
     y_ptr += tl.program_id(1).to(tl.int64) * M * N
@@ -97,9 +118,7 @@ def _few_tile(
         if STEPS > 1:
             acc += part1 * (x_scale1 * w_scale1)[None, :]
             x_scale1, w_scale1 = x_after1, w_after1
-    offs_y = offs_m[None, :] * N + column + offs_n[:, None]
-    mask = mask_m[None, :] & (offs_n < count)[:, None]
-    tl.store(y_ptr + offs_y, acc.to(y_ptr.dtype.element_ty), mask=mask)
+    _end(acc, y_ptr, offs_m, offs_n, mask_m, count, column, N)
 
 
 @triton.jit
@@ -109,25 +128,16 @@ def _plain_tile(
 ):  # fmt: skip
     """The same of a weight in bf16, by x in bf16."""
     blocks: tl.constexpr = (K + _BLOCK - 1) // _BLOCK
-    offs_m, offs_k = tl.arange(0, BLOCK_M), tl.arange(0, _BLOCK)
-    offs_n = tile * _PLAIN_ROWS + tl.arange(0, _PLAIN_ROWS)
-    mask_m = offs_m < M
-    w_row = tl.minimum(offs_n, count - 1).to(tl.int64)
     share: tl.constexpr = (blocks + PARTS - 1) // PARTS
-    first = tl.program_id(1) * share
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    w_ptrs = w_ptr + w_row[:, None] * K + offs_k[None, :]
-    x_ptrs = x_ptr + offs_m[:, None] * K + offs_k[None, :]
+    offs_m, offs_n, mask_m, first, w_ptrs, x_ptrs = _begin(
+        tile, x_ptr, w_ptr, count, M, K, share, BLOCK_M, _PLAIN_ROWS, PDL
+    )
     y_ptr += tl.program_id(1).to(tl.int64) * M * N
     acc = tl.zeros((_PLAIN_ROWS, BLOCK_M), tl.float32)
     for k in tl.range(first, tl.minimum(first + share, blocks), num_stages=3):
         x = _columns(x_ptrs, k, K, mask_m[:, None], "")
         acc = tl.dot(_columns(w_ptrs, k, K, None, ""), x.T, acc)
-    offs_y = offs_m[None, :] * N + column + offs_n[:, None]
-    mask = mask_m[None, :] & (offs_n < count)[:, None]
-    tl.store(y_ptr + offs_y, acc.to(y_ptr.dtype.element_ty), mask=mask)
+    _end(acc, y_ptr, offs_m, offs_n, mask_m, count, column, N)
 
 
 @triton.jit(do_not_specialize=["M", "P"])

@@ -11,17 +11,16 @@ from typing import Callable, Optional
 
 import torch
 
-from ...runtime import device
+from ...runtime.copies import on_dense
 from ...runtime.device import multiprocessor_count
 from ...runtime.gluon import tile_map
 from ...runtime.launch import Launch, steps
-from ...runtime.operation import on_dense
 from ...runtime.workspace import Workspace
 from ..call import GdnBackward
 from ..portable.backward import APART, TOKENS, configuration, lies_near
 from ..portable.backward_beta import small_betas
 from ..portable.backward_gates import Gates
-from ..portable.padding import padding_launch
+from ..portable.padding import Padded, padding_launch
 from ..portable.primitives import kv_strides, on_read
 from .gradient import gdn_gradient_kernel
 from .gradient_states import gdn_states_kernel
@@ -58,7 +57,7 @@ def _prepare(call: GdnBackward) -> Callable:
     return on_read(_Gradient, call, *TOKENS, lies=is_readable)
 
 
-class _Gradient:
+class _Gradient(Padded):
     """The launches for all calls with the same shapes, strides, dtypes and options."""
 
     __slots__ = (
@@ -90,14 +89,7 @@ class _Gradient:
             arrays += [(units * size, fp32) for size in (64, 8 * 64, 8 * 64, 1)]
         self.workspace = Workspace(*arrays, *blocks)
 
-    def __call__(self, *tensors) -> tuple:
-        with device.on(self.where):
-            gradients = self._launched(*tensors)
-            if self.padding is not None:
-                self.padding(tensors[8], *gradients[:5])
-        return gradients
-
-    def _launched(
+    def launched(
         self, q, k, v, g, beta, A_log, dt_bias, initial, cu_seqlens, do, d_final, *prepared
     ) -> tuple:
         memory, (h, dh, vt, *places) = self.workspace(v)

@@ -10,7 +10,7 @@ from typing import Callable, Optional
 import torch
 
 from ...runtime import device
-from ...runtime.operation import on_dense
+from ...runtime.copies import on_dense
 from ...runtime.workspace import Workspace
 from ..call import GdnCall
 from ..portable.primitives import on_read

@@ -22,8 +22,6 @@ from ...runtime.gluon import (
     gluon,
     mbarrier,
     own_range,
-    record,
-    tma,
     tma_load,
     warp_specialize,
     warpgroup_mma,
@@ -45,53 +43,11 @@ from .gradient_tiles import (
     rows_of,
     store_line,
 )
-from .primitives import C, D, as_a, locate, pin
+from .gradient_work import Work, place
+from .primitives import C, D, as_a, pin
 
 STAGES = gl.constexpr(3)
 HALF = gl.constexpr(64)  # columns of V in a slot
-
-
-@record
-class Work:
-    """State that the warps of a CTA share."""
-
-    q_desc: tma.tensor_descriptor  # [.., .., tokens, H, K] box [1, 1, C, 1, K]
-    k_desc: tma.tensor_descriptor  # likewise
-    do_desc: tma.tensor_descriptor  # [.., .., tokens, HV, V] box [1, 1, C, 1, HALF]
-    vt_desc: tma.tensor_descriptor  # likewise
-    dv_desc: tma.tensor_descriptor  # likewise
-    s_desc: tma.tensor_descriptor  # [rows * HV * K, V] box [K, HALF]
-    ds_desc: tma.tensor_descriptor  # likewise
-    q_smem: gl.shared_memory_descriptor  # [C, K]
-    k_smem: gl.shared_memory_descriptor  # [C, K]
-    do_smem: gl.shared_memory_descriptor  # [STAGES, C, HALF]
-    vt_smem: gl.shared_memory_descriptor  # [STAGES, C, HALF]
-    dv_smem: gl.shared_memory_descriptor  # [STAGES, C, HALF]
-    s_smem: gl.shared_memory_descriptor  # [STAGES, K, HALF]
-    ds_smem: gl.shared_memory_descriptor  # [STAGES, K, HALF]
-    dp_smem: gl.shared_memory_descriptor  # [C, C] dP of the chunk
-    n_smem: gl.shared_memory_descriptor  # [C, C] N
-    full: gl.shared_memory_descriptor  # [STAGES] mbarriers: a slot's loads are complete
-    empty: gl.shared_memory_descriptor  # [STAGES] mbarriers: all have read it
-    pair_full: gl.shared_memory_descriptor  # [1] mbarrier: q and k are there
-    pair_empty: gl.shared_memory_descriptor  # [1] mbarrier: both warpgroups are done with them
-    dp_full: gl.shared_memory_descriptor  # [1] mbarrier: dP is written
-    dp_empty: gl.shared_memory_descriptor  # [1] mbarrier: and read
-    T: gl.tensor
-    N: gl.tensor
-    NT: gl.tensor  # ceil(T / C), equal length
-    count: gl.tensor  # chunk rows times H
-    H: gl.constexpr
-    R: gl.constexpr
-    NORM: gl.constexpr
-
-
-@gluon.jit
-def _place(w, number, cu_ptr):
-    """(chunk row, key head) of a number, and the results of `locate` for the row."""
-    row = number // w.H
-    batch, end, first, c, length = locate(row, cu_ptr, w.T, w.N, w.NT)
-    return row, number % w.H, batch, end, first, c, length
 
 
 @gluon.jit
@@ -105,7 +61,7 @@ def _load_partition(
     it = 0
     pairs = 0
     for number in own_range(gl.program_id(0), w.count, gl.num_programs(0), disable_licm=True):
-        row, head, batch, end, first, c, length = _place(w, number, cu_ptr)
+        row, head, batch, end, first, c, length = place(w, number, cu_ptr)
         if c * C < length:
             token = first + c * C
             for step in range(2 * w.R):
@@ -145,7 +101,7 @@ def _query_partition(
     it = 0
     pairs = 0
     for number in own_range(gl.program_id(0), w.count, gl.num_programs(0), disable_licm=True):
-        row, head, batch, end, first, c, length = _place(w, number, cu_ptr)
+        row, head, batch, end, first, c, length = place(w, number, cu_ptr)
         if c * C < length:
             left = length - c * C
             b, token = first_token(cu_ptr, end, c, length, w.T)
@@ -217,7 +173,7 @@ def _key_partition(
     it = 0
     pairs = 0
     for number in own_range(gl.program_id(0), w.count, gl.num_programs(0), disable_licm=True):
-        row, head, batch, end, first, c, length = _place(w, number, cu_ptr)
+        row, head, batch, end, first, c, length = place(w, number, cu_ptr)
         if c * C < length:
             left = length - c * C
             b, token = first_token(cu_ptr, end, c, length, w.T)
@@ -285,7 +241,7 @@ def _ends_partition(
     VECTORS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0])
     it = 0
     for number in own_range(gl.program_id(0), w.count, gl.num_programs(0), disable_licm=True):
-        row, head, batch, end, first, c, length = _place(w, number, cu_ptr)
+        row, head, batch, end, first, c, length = place(w, number, cu_ptr)
         if c * C < length:
             unit = (row.to(gl.int64) * w.H + head) * w.R
             for r in own_range(0, w.R, 1, disable_licm=True):

@@ -115,6 +115,16 @@ def state_at(ptr, strides, u):
 
 
 @gluon.jit
+def finish_pass(u, S, last_ptr, last_strides):
+    """Stores the state at the end of a pass, if it is wanted, and waits for all stores."""
+    if last_ptr is not None:
+        gl.store(state_at(last_ptr, last_strides, u), S.to(last_ptr.dtype.element_ty))
+    tma_store_wait(0)
+    if not u.REVERSE:
+        wait_for_predecessor()  # launches after this one then come after both
+
+
+@gluon.jit
 def diagonal(u, tb_ptr, i):
     """beta as on the diagonal of Tb, for the i-th chunk in the order of the pass [C] fp32."""
     c = gl.maximum(chunk_at(u, gl.minimum(i, u.chunks - 1)), 0)
@@ -213,11 +223,7 @@ def _state_partition(u, tb_ptr, first_ptr, last_ptr, first_strides, last_strides
             keep_tokens(u, y.to(DTYPE), c)
         S = warpgroup_mma_wait(0, (S,))
         mbarrier.arrive(u.empty.index(s), count=1)
-    if last_ptr is not None:
-        gl.store(state_at(last_ptr, last_strides, u), S.to(last_ptr.dtype.element_ty))
-    tma_store_wait(0)
-    if not u.REVERSE:
-        wait_for_predecessor()  # launches after this one then come after both
+    finish_pass(u, S, last_ptr, last_strides)
 
 
 @gluon.jit

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ...runtime import device
+from ...runtime.copies import on_dense
 from ...runtime.gluon import tile_map
 from ...runtime.launch import Launch
-from ...runtime.operation import on_dense
 from ..call import GdnBackward, GdnPieces
 from ..portable.backward import APART, TOKENS
 from ..portable.primitives import on_read

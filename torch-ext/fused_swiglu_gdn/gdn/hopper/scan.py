@@ -33,7 +33,7 @@ from ..portable.cuts import word_at_cut
 from .primitives import C, D, a_layout, acc_layout, as_a, decayed_state, pin, start_product
 from .scheduler import CARRY, Unit, place
 
-STAGES = gl.constexpr(3)
+STAGES = gl.constexpr(3)  # of the ring; with 2 a chunk takes 1.4 times as long (docs/notes/gdn.md)
 
 
 @gluon.jit

@@ -11,8 +11,8 @@ from typing import Callable, Optional
 import torch
 
 from ...runtime import device, tuning
+from ...runtime.copies import on_copies, on_dense
 from ...runtime.launch import steps
-from ...runtime.operation import on_copies, on_dense
 from ...runtime.sizes import next_power_of_2
 from ..call import GdnBackward
 from .backward_beta import small_betas
@@ -20,7 +20,7 @@ from .backward_gates import Gates
 from .backward_key import key_launch
 from .backward_query import query_launch
 from .backward_states import States
-from .padding import padding_launch
+from .padding import Padded, padding_launch
 from .prepare import Prepare
 from .primitives import FAR, are_served, on_read
 
@@ -96,7 +96,7 @@ def for_registers(phase: str, config: dict, K: int) -> dict:
     return {**config, "num_warps": 16} if "STAGES" in config and overflows else config
 
 
-class _Gradient:
+class _Gradient(Padded):
     """The launches for all calls with the same shapes, strides, dtypes and options; K and V are
     powers of two."""
 
@@ -122,14 +122,7 @@ class _Gradient:
         self.gates = Gates(call, NQ, NK, config["gates"])
         self.betas = small_betas(call, do, config["beta"])
 
-    def __call__(self, *tensors) -> tuple:
-        with device.on(self.where):
-            gradients = self._launched(*tensors)
-            if self.padding is not None:
-                self.padding(tensors[8], *gradients[:5])
-        return gradients
-
-    def _launched(
+    def launched(
         self, q, k, v, g, beta, A_log, dt_bias, initial, cu_seqlens, do, d_final, tb, p, f
     ) -> tuple:
         if self.prepare is not None:

@@ -6,8 +6,8 @@ from typing import Callable, Optional
 import torch
 
 from ...runtime import device
+from ...runtime.copies import on_dense
 from ...runtime.launch import by_alignment, steps
-from ...runtime.operation import on_dense
 from ...runtime.tuning import lookup
 from ..call import GdnCall
 from ..chunks import CHUNK

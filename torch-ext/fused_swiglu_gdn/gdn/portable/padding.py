@@ -8,6 +8,7 @@ from typing import Optional
 import triton
 import triton.language as tl
 
+from ...runtime import device
 from ...runtime.launch import Launch
 from ..chunks import CHUNK
 
@@ -75,3 +76,17 @@ def padding_launch(call) -> Optional[Launch]:
         _padding_kernel, -(-call.T // CHUNK), call.device, numbers=(call.T, call.N),
         constexprs=(*[x.shape[2:].numel() for x in call[:5]], 256), options=(("num_warps", 4),),
     )  # fmt: skip
+
+
+class Padded:
+    """A gradient whose launches are followed by that of its padding. A subclass has `launched`,
+    which returns the gradients, `where`, the device, and `padding`, a launch or None."""
+
+    __slots__ = ()
+
+    def __call__(self, *tensors) -> tuple:
+        with device.on(self.where):
+            gradients = self.launched(*tensors)
+            if self.padding is not None:
+                self.padding(tensors[8], *gradients[:5])
+        return gradients

@@ -9,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ...runtime.copies import on_dense
 from ...runtime.dtypes import SERVED
 from ...runtime.launch import Launch
-from ...runtime.operation import on_dense
 from ...runtime.sizes import cdiv
 from ..call import ClearRows
 

@@ -9,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ...runtime.copies import on_contiguous, on_copies
 from ...runtime.dtypes import SERVED
 from ...runtime.launch import aligned, by_alignment
-from ...runtime.operation import on_contiguous, on_copies
 from ...runtime.primitives import sequence_bounds
 from ..call import GdnCall
 from ..chunks import CHUNK

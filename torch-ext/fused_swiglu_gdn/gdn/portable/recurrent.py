@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ...runtime.copies import on_dense
 from ...runtime.dtypes import SERVED
 from ...runtime.launch import Launch
-from ...runtime.operation import on_dense
 from ...runtime.primitives import sequence_bounds
 from ...runtime.sizes import cdiv, next_power_of_2
 from ..call import RecurrentCall

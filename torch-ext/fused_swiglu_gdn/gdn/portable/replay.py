@@ -16,10 +16,10 @@ from typing import Callable, Optional
 import torch
 
 from ...runtime import tuning
+from ...runtime.copies import on_dense
 from ...runtime.device import overlaps_launches
 from ...runtime.dtypes import served
 from ...runtime.launch import Launch
-from ...runtime.operation import on_dense
 from ...runtime.sizes import cdiv, next_power_of_2
 from ..call import ReplayCall, RingAdvance, RingMaterialise
 from .recurrent_step import is_dense

@@ -24,34 +24,20 @@ from ..chunks import CHUNK
 from .cuts import chunks_in_segment, count_cuts, segment_of, word_at_cut, words
 from .padding import zero_padding
 from .primitives import kv_strides, locate, precision
-from .state import block_at, own_rows, part_of, read, read_both, write, write_to
+from .state import (
+    block_at,
+    load_state,
+    own_rows,
+    read,
+    read_both,
+    store_checkpoint,
+    store_final,
+    write,
+    write_to,
+)
 
 if "disable_licm" not in inspect.signature(tl.range.__init__).parameters:
     raise ImportError("Triton 3.5 or newer is needed")  # then dispatch takes the reference
-
-
-@triton.jit
-def _store_checkpoint(
-    ptr, done, E, s, s_ptr, e, STEP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    V_FIRST: tl.constexpr,
-):  # fmt: skip
-    """Stores the state after `done` tokens, a multiple of E; STEP: stride of checkpoints."""
-    BLOCK: tl.constexpr = s[0].shape[0]
-    for i in tl.static_range(len(s)):
-        d = i * BLOCK + tl.arange(0, BLOCK)
-        at = (done // E - 1).to(tl.int64) * STEP
-        at += d[:, None] + e[None, :] * K if V_FIRST else d[:, None] * V + e[None, :]
-        _store_state(ptr, at, part_of(s, s_ptr, i), (d < K)[:, None] & (e < V)[None, :])
-
-
-@triton.jit
-def _load_state(ptr, at, mask):
-    return tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _store_state(ptr, at, s, mask):
-    tl.store(ptr + at, s.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -71,12 +57,12 @@ def _start_state(
         part = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
         if s0_ptr is not None:
             at = at_s0 + (i + d)[:, None] * s0_strides[2] + e[None, :] * s0_strides[3]
-            part = _load_state(s0_ptr, at, is_state & (cuts == 0))
+            part = load_state(s0_ptr, at, is_state & (cuts == 0))
         if BEHIND:
             step = HV * (V // BLOCK_V * WORDS)
             at = word_at_cut(e[None, :], (i + d)[:, None], step, K, V, BLOCK_V, WORDS)
             start_ptr = o_ptr.to(tl.pointer_type(tl.float32))
-            part += _load_state(start_ptr, at, is_state & (cuts > 0))
+            part += load_state(start_ptr, at, is_state & (cuts > 0))
         s += (part,)
     if BEHIND:
         tl.debug_barrier()  # no thread may write its o over a state that another has yet to read
@@ -102,22 +88,6 @@ def _load_factors(ptr):
     f1 = tl.load(ptr + 64 + t)
     f2 = tl.load(ptr + 128 + t)
     return f0, f1, f2, tl.load(ptr + 192)
-
-
-@triton.jit
-def _store_final(
-    s1_ptr, s1_strides, slot, hv, s, s_ptr, d, e, left, K: tl.constexpr, V: tl.constexpr,
-    BEHIND: tl.constexpr,
-):  # fmt: skip
-    """The state after a segment, if it is wanted: of a sequence with cuts only where that is the
-    sequence's end."""
-    for i in tl.static_range(len(s) if s1_ptr is not None else 0):
-        kv = i * d.shape[0] + d
-        at = slot * s1_strides[0] + hv * s1_strides[1]
-        at += kv[:, None] * s1_strides[2] + e[None, :] * s1_strides[3]
-        is_state = (kv < K)[:, None] & (e < V)[None, :]
-        is_end = left <= 0  # the sequence's; behind a cut there is more
-        _store_state(s1_ptr, at, part_of(s, s_ptr, i), is_state & is_end if BEHIND else is_state)
 
 
 @triton.jit
@@ -274,11 +244,11 @@ def _scan_kernel(
         if mid_ptr is not None:
             done = length - left + 64
             if (done % E == 0) & (done <= length):
-                _store_checkpoint(mid_ptr, done, E, s, s_ptr, e, HV * K * V, K, V, V_FIRST)
+                store_checkpoint(mid_ptr, done, E, s, s_ptr, e, HV * K * V, K, V, V_FIRST)
 
         left -= 64
 
-    _store_final(s1_ptr, s1_strides, slot, hv, s, s_ptr, d, e, left, K, V, BEHIND)
+    store_final(s1_ptr, s1_strides, slot, hv, s, s_ptr, d, e, left, K, V, BEHIND)
 
 
 def segments(call: GdnCall, shortest: int, longest: int) -> tuple:

@@ -124,3 +124,43 @@ def part_of(s, s_ptr, i: tl.constexpr):
     else:
         part = tl.load(block_at(s_ptr, i * BLOCK, BLOCK, s[0].shape[1]))
     return part
+
+
+@triton.jit
+def store_checkpoint(
+    ptr, done, E, s, s_ptr, e, STEP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    V_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Stores the state after `done` tokens, a multiple of E; STEP: stride of checkpoints."""
+    BLOCK: tl.constexpr = s[0].shape[0]
+    for i in tl.static_range(len(s)):
+        d = i * BLOCK + tl.arange(0, BLOCK)
+        at = (done // E - 1).to(tl.int64) * STEP
+        at += d[:, None] + e[None, :] * K if V_FIRST else d[:, None] * V + e[None, :]
+        store_state(ptr, at, part_of(s, s_ptr, i), (d < K)[:, None] & (e < V)[None, :])
+
+
+@triton.jit
+def load_state(ptr, at, mask):
+    return tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_state(ptr, at, s, mask):
+    tl.store(ptr + at, s.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_final(
+    s1_ptr, s1_strides, slot, hv, s, s_ptr, d, e, left, K: tl.constexpr, V: tl.constexpr,
+    BEHIND: tl.constexpr,
+):  # fmt: skip
+    """The state after a segment, if it is wanted: of a sequence with cuts only where that is the
+    sequence's end."""
+    for i in tl.static_range(len(s) if s1_ptr is not None else 0):
+        kv = i * d.shape[0] + d
+        at = slot * s1_strides[0] + hv * s1_strides[1]
+        at += kv[:, None] * s1_strides[2] + e[None, :] * s1_strides[3]
+        is_state = (kv < K)[:, None] & (e < V)[None, :]
+        is_end = left <= 0  # the sequence's; behind a cut there is more
+        store_state(s1_ptr, at, part_of(s, s_ptr, i), is_state & is_end if BEHIND else is_state)

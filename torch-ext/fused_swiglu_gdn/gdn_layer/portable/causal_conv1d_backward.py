@@ -18,9 +18,9 @@ import triton.language as tl
 
 from ...gdn.chunks import count_sequences
 from ...runtime import device, tuning
+from ...runtime.copies import on_copies
 from ...runtime.dtypes import served
 from ...runtime.launch import Launch, named
-from ...runtime.operation import on_copies
 from ...runtime.primitives import sequence_bounds
 from ...runtime.sizes import cdiv, next_power_of_2
 from ..call import ConvolutionGradient

@@ -12,9 +12,9 @@ import triton.language as tl
 
 from ...gdn.chunks import count_sequences
 from ...runtime import device, tuning
+from ...runtime.copies import on_copies
 from ...runtime.dtypes import served
 from ...runtime.launch import Launch
-from ...runtime.operation import on_copies
 from ...runtime.sizes import cdiv, next_power_of_2
 from ..call import Prologue
 from .causal_conv1d import are_dense, copied, final_tile, steps_of_states

@@ -15,9 +15,9 @@ from ...fp8.call import BLOCK, padded
 from ...fp8.portable.quantise import codes_of, quantising, scale_of
 from ...norm.portable.rows import lie_in_rows, readable, two_strides
 from ...runtime import device, tuning
+from ...runtime.copies import contiguous_like, on_copies
 from ...runtime.dtypes import served
 from ...runtime.launch import Launch, named
-from ...runtime.operation import contiguous_like, on_copies
 from ...runtime.sizes import cdiv, next_power_of_2
 from ..call import GatedNorm
 

@@ -16,9 +16,9 @@ import triton.language as tl
 
 from ...norm.portable.rows import lie_in_rows, two_strides
 from ...runtime import tuning
+from ...runtime.copies import contiguous_like, on_copies
 from ...runtime.dtypes import served
 from ...runtime.launch import Launch, named
-from ...runtime.operation import contiguous_like, on_copies
 from ...runtime.sizes import cdiv, next_power_of_2
 from ..call import GatedNormGradient
 from .rms_norm_gated import MAX_CHANNELS, copied, gate_activation, rows_of_a_group

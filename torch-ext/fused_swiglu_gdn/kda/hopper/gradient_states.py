@@ -20,6 +20,7 @@ from ...gdn.hopper.gradient_states import (
     TILE,
     chunk_at,
     diagonal,
+    finish_pass,
     keep_state,
     keep_tokens,
     state_at,
@@ -36,8 +37,6 @@ from ...runtime.gluon import (
     record,
     tma,
     tma_load,
-    tma_store_wait,
-    wait_for_predecessor,
     warp_specialize,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -173,11 +172,7 @@ def _state_partition(u, tb_ptr, first_ptr, last_ptr, first_strides, last_strides
         keep_tokens(u, y.to(DTYPE), c)
         S = warpgroup_mma_wait(0, (S,))
         mbarrier.arrive(u.late_empty.index(late), count=1)
-    if last_ptr is not None:
-        gl.store(state_at(last_ptr, last_strides, u), S.to(last_ptr.dtype.element_ty))
-    tma_store_wait(0)
-    if not u.REVERSE:
-        wait_for_predecessor()  # launches after this one then come after both
+    finish_pass(u, S, last_ptr, last_strides)
 
 
 @gluon.jit

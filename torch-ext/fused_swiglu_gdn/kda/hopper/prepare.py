@@ -10,27 +10,24 @@ Tensors are [4, 16, 16] or [4, 2, 8, 32]: block (warp), rows, columns. What all 
 block has 1 in place of 4.
 """
 
-from ...gdn.hopper.blocks import operand
 from ...gdn.hopper.primitives import C, D, locate
 from ...gdn.hopper.scheduler import before_cut
 from ...gdn.portable.gates import LOG2_E, LOG2_E_REST, at_least, write_strength
-from ...gdn.portable.primitives import level
 from ...runtime.gluon import (
     as_box,
     as_tile,
     barrier,
-    fence_async_shared,
     gl,
     gluon,
     mbarrier,
     mma_v2,
     tma_load,
-    tma_store,
     tma_store_wait,
 )
 from ...runtime.primitives import exact_exp2
 from .decay import store_decay, tokens_of_rows
 from .gates import exp2_short, rate_of, raw_log_decay
+from .inverse import inverse, store_kept, store_tile
 from .levels import (
     TILE,
     X,
@@ -140,81 +137,6 @@ def _lengths(smem, i, j):
         x = tokens(smem.index(p))
         xx = mma_v2(left(x), right(x), xx)
     return gl.rsqrt(gl.sum(gl.where(i == j, xx, 0.0), 2) + 1e-6)
-
-
-@gluon.jit
-def _product(a, b_smem, WHICH: gl.constexpr, acc):
-    """a b + acc: of accumulators by a block of four [4, 16, 16] fp16 in shared memory."""
-    a = gl.convert_layout(a.to(gl.float16), operand(0, TILE), assert_trivial=True)
-    b = b_smem.slice(WHICH, 1).load(operand(1, TILE))
-    like = gl.zeros((4, 16, 16), gl.float16, operand(1, TILE))
-    b, _ = gl.broadcast(b, like)
-    return mma_v2(a, b, acc)
-
-
-@gluon.jit
-def _transposed_product(a, b, acc):
-    """a b^T + acc of accumulators."""
-    a = gl.convert_layout(a.to(gl.float16), operand(0, TILE), assert_trivial=True)
-    b = b.to(gl.float16).permute((0, 2, 1))
-    return mma_v2(a, gl.convert_layout(b, operand(1, TILE), assert_trivial=True), acc)
-
-
-@gluon.jit
-def _diagonal_inverse(kk, row, column, i, j):
-    """(I + strictly_lower(diag(beta) kk))^-1; kk symmetric; beta of rows and of columns."""
-    m = kk * -row
-    x = gl.where(i == j, 1.0, gl.where(level(i, j, 1), m, 0.0))
-    xt = gl.where(i == j, 1.0, gl.where(level(j, i, 1), kk * -column, 0.0))
-    for s in gl.static_range(1, 4):
-        low = gl.where(level(i, j, 2**s), m, 0.0)
-        yt = _transposed_product(xt, low, gl.zeros_like(x))  # (low x)^T
-        x, xt = _transposed_product(x, yt, x), _transposed_product(yt, x, xt)
-    return x
-
-
-@gluon.jit
-def _inverse(smem, kk, k0, k1, k2, row, column, i, j, b):
-    """The four columns of blocks of Tb. k0, k1, k2: of A, right below the diagonal.
-
-    Of blocks, T_bj = -(sum over k of j < k <= b of T_bk A_kj) T_jj.
-    """
-    t = _diagonal_inverse(kk, row, column, i, j) * column
-    zero = gl.zeros((4, 16, 16), gl.float32, TILE)
-    tt, a0, a1, a2 = smem.index(0), smem.index(1), smem.index(2), smem.index(3)
-    tt.store(t.to(gl.float16))
-    a0.store((-k0).to(gl.float16))
-    a1.store((-k1).to(gl.float16))
-    a2.store((-k2).to(gl.float16))
-    t3 = gl.where(b == 3, t, 0.0)
-    y = _product(t3, a2, 3, zero)
-    t2 = gl.where(b == 2, t, _product(y, tt, 2, zero))
-    y = _product(t3, a1, 3, _product(t2, a1, 2, zero))
-    t1 = gl.where(b == 1, t, _product(y, tt, 1, zero))
-    y = _product(t3, a0, 3, _product(t2, a0, 2, _product(t1, a0, 1, zero)))
-    t0 = gl.where(b == 0, t, _product(y, tt, 0, zero))
-    return t0, t1, t2, t3
-
-
-@gluon.jit
-def _store_tile(desc, at, smem, x0, x1, x2, x3):
-    """Stores four columns of blocks to rows `at`.. of desc, through smem [C, C]."""
-    x0, x1, x2, x3 = x0.to(desc.dtype), x1.to(desc.dtype), x2.to(desc.dtype), x3.to(desc.dtype)
-    x = gl.join(gl.join(x0, x2), gl.join(x1, x3))  # [4, 16, 16, 2, 2]
-    smem.store(x.permute((0, 1, 3, 4, 2)).reshape([C, C]))
-    fence_async_shared()
-    tma_store(desc, [at, 0], smem)
-
-
-@gluon.jit
-def _store_kept(desc, at, smem, x0, x1, x2, x3):
-    """Stores four columns of blocks in the order of kept_at(column, row), gdn/portable/inverse.py,
-    to rows `at`.. of desc, through smem [C, C]."""
-    x0, x1, x2, x3 = x0.to(desc.dtype), x1.to(desc.dtype), x2.to(desc.dtype), x3.to(desc.dtype)
-    x = gl.join(gl.join(x0, x2), gl.join(x1, x3)).reshape([4, 2, 4, 2, 2, 8, 2, 2])
-    smem.store(x.permute((6, 7, 0, 5, 2, 1, 4, 3)).reshape([C, C]))
-    fence_async_shared()
-    tma_store(desc, [at, 0], smem)
 
 
 @gluon.jit
@@ -377,14 +299,14 @@ def kda_prepare_fwd_kernel(
     q1 = gl.where(b == 1, gl.where(i >= j, qk, 0.0), gl.where(b > 1, q1, 0.0)) * scale
     q2 = gl.where(b == 2, gl.where(i >= j, qk, 0.0), gl.where(b > 2, q2, 0.0)) * scale
     q3 = gl.where((b == 3) & (i >= j), qk, 0.0) * scale
-    _store_tile(p_desc, at, k_tiles.index(0), q0, q1, q2, q3)
+    store_tile(p_desc, at, k_tiles.index(0), q0, q1, q2, q3)
     if a_desc is not None:
         a_smem = as_tile(q_tiles.index(1), gl.float16, [C, C], a_desc.layout)
         a0, a1 = gl.where(b == 0, kk, k0), gl.where(b == 1, kk, k1)
-        _store_kept(a_desc, at, a_smem, -a0, -a1, -gl.where(b == 2, kk, k2), -kk)
+        store_kept(a_desc, at, a_smem, -a0, -a1, -gl.where(b == 2, kk, k2), -kk)
     column = gl.expand_dims(gl.convert_layout(beta, gl.SliceLayout(1, TILE)), 1)
     beta = gl.expand_dims(gl.convert_layout(beta, gl.SliceLayout(2, TILE)), 2)
     smem = as_tile(q_tiles.index(0), gl.float16, [4, 4, 16, 16], BLOCKS)
-    t0, t1, t2, t3 = _inverse(smem, kk, k0, k1, k2, beta, column, i, j, b)
-    _store_tile(t_desc, at, k_tiles.index(1), t0, t1, t2, t3)
+    t0, t1, t2, t3 = inverse(smem, kk, k0, k1, k2, beta, column, i, j, b)
+    store_tile(t_desc, at, k_tiles.index(1), t0, t1, t2, t3)
     tma_store_wait(0)

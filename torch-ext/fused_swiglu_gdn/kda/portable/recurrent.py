@@ -5,7 +5,7 @@ from typing import Callable, Optional
 
 from ...gdn.portable.primitives import far_tokens
 from ...gdn.portable.recurrent import prepare_gdn_recurrent_fwd
-from ...runtime.operation import on_contiguous, on_dense
+from ...runtime.copies import on_contiguous, on_dense
 from ..call import KdaStepCall
 
 

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 
 from ...runtime import device
+from ...runtime.copies import contiguous_like, on_copies
 from ...runtime.dtypes import served
 from ...runtime.launch import Launch, named
-from ...runtime.operation import contiguous_like, on_copies
 from ...runtime.sizes import cdiv, next_power_of_2
 from ..call import RmsNormGradient
 from .rows import blocks, layout, lie_in_rows, readable

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 
 from ...runtime import device
+from ...runtime.copies import contiguous_like, on_copies
 from ...runtime.dtypes import served
 from ...runtime.launch import Launch, named
-from ...runtime.operation import contiguous_like, on_copies
 from ...runtime.sizes import cdiv
 from ..call import RmsNorm
 from .backward import prepare_rms_norm_bwd  # noqa: F401

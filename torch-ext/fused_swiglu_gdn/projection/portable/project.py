@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 
 from ...runtime import device, tuning
+from ...runtime.copies import on_copies
 from ...runtime.dtypes import HALF
 from ...runtime.launch import Launch
-from ...runtime.operation import on_copies
 from ...runtime.ops import contiguous, rows_of
 from ...runtime.primitives import after_predecessor
 from ...runtime.sizes import cdiv, next_power_of_2

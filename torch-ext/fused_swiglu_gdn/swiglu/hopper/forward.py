@@ -10,9 +10,9 @@ import torch
 
 from ...runtime import device, tuning
 from ...runtime.cache import keep
+from ...runtime.copies import on_copies
 from ...runtime.launch import Launch
 from ...runtime.maps import Map
-from ...runtime.operation import on_copies
 from ...runtime.ops import rows_of
 from ...runtime.sizes import cdiv
 from ..call import Swiglu

@@ -45,6 +45,27 @@ def _load_partition(w, gate_up, z_ptr):
 
 
 @gluon.jit
+def multiply_steps(w, acc, it, depth, TRANSPOSED: gl.constexpr):
+    """(a tile of the product, the next step's number) from `depth` steps of operands, of which step
+    `it` is the first. acc: registers that the tile may take. TRANSPOSED: b's boxes are."""
+    for step in range(depth):
+        s = it % w.STAGES
+        mbarrier.wait(w.full.index(s), (it // w.STAGES) & 1)
+        b = w.b_smem.index(s)
+        if len(b.shape) == 3:
+            b = b.reshape([b.shape[0] * b.shape[1], b.shape[2]])
+        if TRANSPOSED:
+            b = b.permute((1, 0))
+        acc = warpgroup_mma(w.a_smem.index(s), b, acc, use_acc=step > 0, is_async=True)
+        acc = warpgroup_mma_wait(1, (acc,))
+        mbarrier.arrive(w.empty.index((it + w.STAGES - 1) % w.STAGES), count=1, pred=step > 0)
+        it += 1
+    acc = warpgroup_mma_wait(0, (acc,))
+    mbarrier.arrive(w.empty.index((it + w.STAGES - 1) % w.STAGES), count=1)
+    return acc, it
+
+
+@gluon.jit
 def _multiply_partition(w, gate_up, z_ptr):
     """Computes the product tile after tile into tile_smem; two warpgroups.
 
@@ -52,24 +73,12 @@ def _multiply_partition(w, gate_up, z_ptr):
     the bf16 of all other operands that is as good as no rounding.
     """
     PAIR: gl.constexpr = len(w.b_desc.block_type.shape) == 3
-    BK: gl.constexpr = w.a_desc.block_type.shape[1]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BN, 16])
     acc = gl.zeros((BM, BN), gl.float32, LAYOUT)
     it = 0
     phase = 1  # of `tile_empty`: the first tile passes
     for _ in range(gl.program_id(0), w.tiles_m * w.tiles_n, gl.num_programs(0)):
-        for step in range(w.depth):
-            s = it % w.STAGES
-            mbarrier.wait(w.full.index(s), (it // w.STAGES) & 1)
-            b = w.b_smem.index(s)
-            if PAIR:
-                b = b.reshape([BN, BK]).permute((1, 0))
-            acc = warpgroup_mma(w.a_smem.index(s), b, acc, use_acc=step > 0, is_async=True)
-            acc = warpgroup_mma_wait(1, (acc,))
-            mbarrier.arrive(w.empty.index((it + w.STAGES - 1) % w.STAGES), count=1, pred=step > 0)
-            it += 1
-        acc = warpgroup_mma_wait(0, (acc,))
-        mbarrier.arrive(w.empty.index((it + w.STAGES - 1) % w.STAGES), count=1)
+        acc, it = multiply_steps(w, acc, it, w.depth, PAIR)
         mbarrier.wait(w.tile_empty, phase)
         phase ^= 1
         if PAIR:

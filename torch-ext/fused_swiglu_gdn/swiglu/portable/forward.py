@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 
 from ...runtime import device, tuning
+from ...runtime.copies import on_copies
 from ...runtime.dtypes import SERVED
 from ...runtime.launch import Launch
-from ...runtime.operation import on_copies
 from ...runtime.ops import contiguous, dense, in_rows, rows_of
 from ...runtime.primitives import activate, either, grouped_tile
 from ...runtime.sizes import cdiv

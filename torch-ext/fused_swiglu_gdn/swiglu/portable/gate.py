@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 
 from ...runtime.activations import BY_KERNELS
+from ...runtime.copies import contiguous_like, on_copies
 from ...runtime.dtypes import SERVED
 from ...runtime.launch import Launch
-from ...runtime.operation import contiguous_like, on_copies
 from ...runtime.ops import contiguous, rows_of
 from ...runtime.primitives import activate, activate_with_slope
 from ...runtime.sizes import cdiv
