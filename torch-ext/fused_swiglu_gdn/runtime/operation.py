@@ -21,6 +21,8 @@ from .ops import (
 )
 
 wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+# inside a backward: whether its graph stays, for a second one (retain_graph, create_graph)
+keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 class Operation(CallCache):
@@ -229,6 +231,8 @@ class Operation(CallCache):
 
     def in_gradient(self, tensors: tuple, options: tuple = ()):
         """The operation, as the gradient of another one, of tensors that autograd gives it."""
+        if self.places and keeps_graph():
+            tensors = self.spared(tensors)
         if not torch.is_grad_enabled():  # else a second derivative is asked for
             run = self.find(tensors, (None, *options), True)
             if run is not None:
@@ -239,6 +243,12 @@ class Operation(CallCache):
                 found = self.in_gradient(tensors, options)
             return last_derivative(self.last, tensors, found)
         return self.op(*tensors, *options)
+
+    def spared(self, tensors: tuple) -> tuple:
+        """The tensors, with copies of those that are written: for a gradient that may be asked for
+        once more, of the same forward."""
+        copies = {i: tensors[i].clone() for i in self.places if tensors[i] is not None}
+        return tuple([copies.get(i, x) for i, x in enumerate(tensors)])
 
     def _written(self, found, tensors: tuple):
         """The outputs apart from what was written in place, of which autograd takes notice."""

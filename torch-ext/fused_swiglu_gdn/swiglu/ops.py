@@ -1,7 +1,7 @@
 """SwiGLU and its gate as operations; ops_mlp.py has the whole MLP.
 
 SwiGLU saves x and gate_up [M, 2 N] for its gradient; the backward overwrites gate_up with its
-gradient, so a second backward over the same graph raises. The gate alone saves gate and up.
+gradient, or a copy of it where the graph is retained. The gate alone saves gate and up.
 """
 
 import math

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..runtime.main_grad import into_main_grad, stand_in
-from ..runtime.operation import Operation
+from ..runtime.operation import Operation, keeps_graph
 from ..runtime.ops import autocast
 from . import checks
 from .call import MlpGradient, SwigluMlp
@@ -71,6 +71,7 @@ def _backward(ctx, dy, _):
     tensors, options = (dy, *ctx.saved_tensors), (ctx.activation, (x, gate, up, b_gate, b_up, down))
     if any(weight is not None for weight in ctx.mains):
         main_grads = [w if w is None else w.main_grad for w in ctx.mains]
+        tensors = GRADIENT.spared(tensors) if keeps_graph() else tensors
         gradients = GRADIENT.launcher((*tensors, *options))(*tensors, main_grads=main_grads)
         if tensors[7] is not None:
             increment_version(tensors[7])
