@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..runtime import dispatch
 from ..runtime.operation import Operation
-from ..runtime.ops import transformed
+from ..runtime.ops import last_derivative, transformed
 from . import reference
 from .call import MOST, Lora, LoraGradient, LoraOptions
 
@@ -35,10 +35,10 @@ class _Projections(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *dys):
         if torch.is_grad_enabled():
-            raise NotImplementedError(
-                "a projection with adapters has no second derivative on these kernels: its "
-                "gradient cannot be differentiated (create_graph=True, a penalty on gradients)"
-            )
+            with torch.no_grad():
+                found = _Projections.backward(ctx, *dys)
+            tensors = (*ctx.saved_tensors, *dys)
+            return last_derivative("a projection with adapters", tensors, found)
         needs, count = ctx.needs_input_grad[2:-1], len(ctx.options.scales)
         x, h, seed, *given = ctx.saved_tensors
         given_rows = [
