@@ -172,10 +172,15 @@ def kimi_delta_attention(
 
 
 def _projected(layer: nn.Module, roles: Roles, x: torch.Tensor) -> tuple:
-    """q, k and v side by side [B, T, D], f, z [B, T, H K] and b [B, T, H]."""
+    """q, k and v side by side [B, T, D], f, z [B, T, H K] and b [B, T, H].
+
+    Those that are called are called in the order of the classes, for a module may draw random
+    numbers (dropout of adapters).
+    """
     first = [roles.f[0].path, *[step.path for step in roles.z[:-1]], roles.b[0].path]
     first = list(dict.fromkeys(first))
-    outputs = dict(zip(first, projections(x, *[at(path)(layer) for path in first])))
+    found = projections(x, *[at(path)(layer) for path in first], together=True)
+    outputs = {} if found is None else dict(zip(first, found))
 
     def output(chain: Chain) -> torch.Tensor:
         y = x
@@ -193,7 +198,8 @@ def _projected(layer: nn.Module, roles: Roles, x: torch.Tensor) -> tuple:
         qkv = joined(x, *[at(chain[0].path)(layer) for chain in roles.mixed])
     else:
         qkv = torch.cat([output(chain) for chain in roles.mixed], -1)
-    return qkv, output(roles.f), output(roles.z), output(roles.b)
+    f, b = output(roles.f), output(roles.b)
+    return qkv, f, output(roles.z), b
 
 
 def _convolution(layer, roles: Roles, qkv, cache, conv_state, lengths) -> torch.Tensor:

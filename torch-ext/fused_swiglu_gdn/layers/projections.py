@@ -1,6 +1,6 @@
 """Several projections of one tensor: by calls of the modules, or in one launch."""
 
-from typing import List
+from typing import List, Optional
 
 import torch
 from torch import nn
@@ -13,14 +13,14 @@ from .plain import parameters_of, torch_unpatched
 
 
 def projections(
-    x: torch.Tensor, *linears: nn.Module, unpatched: bool = False
-) -> List[torch.Tensor]:
+    x: torch.Tensor, *linears: nn.Module, unpatched: bool = False, together: bool = False
+) -> Optional[List[torch.Tensor]]:
     """linear(x [..., K]) for each linear.
 
     A few tokens take one launch, if reading the weights is equivalent; it overlaps the previous
     one's end. For FP8Linears x is quantised once; others beside them are part of the launch of a
     few tokens, and of one token a launch of their own. unpatched: the caller knows that
-    torch_unpatched.
+    torch_unpatched. together: None where each would be called by itself.
     """
     plain = type(linears[0]) is nn.Linear
     if x.numel() <= MAX_TOKENS * x.shape[-1]:
@@ -45,7 +45,7 @@ def projections(
         found = lora.projections(x, linears)
         if found is not None:
             return found
-    return [linear(x) for linear in linears]
+    return None if together else [linear(x) for linear in linears]
 
 
 def joined(x: torch.Tensor, *linears: nn.Module) -> torch.Tensor:
