@@ -9,7 +9,12 @@ import pytest
 import torch
 from conftest import assert_close, prepared, relative_error, submodule
 from fp8_problems import E4M3, quantised
-from interpreter import compiled, test_in_the_interpreter, wherever_kernels_run  # noqa: F401
+from interpreter import (
+    compiled,
+    interpreted,
+    test_in_the_interpreter,  # noqa: F401
+    wherever_kernels_run,
+)
 
 call, ops, reference = (submodule(f"fp8.{name}") for name in ("call", "ops", "reference"))
 dispatch = submodule("runtime.dispatch")
@@ -121,6 +126,19 @@ def test_quantisers(device):
         assert torch.equal(part.scales[:M], found.scales[3 : 3 + M])
         assert part.codes.shape == (call.padded(M), 1280) and not part.codes[M:].float().any()
     assert silu_mul_quantise(gate[:3], up[:2]) is None
+
+
+@interpreted
+@pytest.mark.parametrize("N, K", [(200, 300), (32, 128), (1, 5)])
+def test_weights_in_bf16(N, K):
+    """Scales are powers of two, so that no product is rounded, which the interpreter does in a way
+    of its own; tests/fp8/test_fp8_gradient.py has others on a GPU."""
+    random = torch.Generator().manual_seed(N)
+    weight = torch.randn(N, K, generator=random).to(E4M3)
+    blocks = -(-N // 128), -(-K // 128)
+    scale = 2.0 ** torch.randint(-9, 9, blocks, generator=random)
+    found = prepared("fp8.portable.dequantise", "dequantise_fwd", call.Dequantise, weight, scale)
+    assert torch.equal(found, reference.dequantised(weight, scale).bfloat16())
 
 
 @wherever_kernels_run

@@ -218,13 +218,15 @@ def _sharded_step(rank: int, where) -> list:
     """The loss and the norms of gradients of a model, sharded by FSDP2 without and with logits."""
     from torch.distributed.fsdp import fully_shard
 
+    # FSDP2's own mesh is one of GPUs where there is one, which the group, of gloo, does not serve
+    mesh = torch.distributed.init_device_mesh(where.type, (2,))
     loss.device = types.SimpleNamespace(is_gpu=lambda where: True)
     found = []
     for ours in (False, True):
         model = tiny().to(where)
         for layer in model.model.layers:
-            fully_shard(layer)
-        fully_shard(model)
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
         if ours:
             served(model)
         out, gradients = step(model)

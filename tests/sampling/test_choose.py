@@ -3,7 +3,14 @@
 import pytest
 import torch
 from conftest import computed, submodule
-from interpreter import DEVICE, INTERPRETING, both_ways, compiled, test_in_the_interpreter  # noqa: F401
+from interpreter import (
+    DEVICE,
+    INTERPRETING,
+    both_ways,
+    compiled,
+    interpreted,
+    test_in_the_interpreter,  # noqa: F401
+)
 
 reference = submodule("sampling.reference")
 call = submodule("sampling.call")
@@ -86,6 +93,16 @@ def test_kernels_choose_as_the_reference(case):
     if not INTERPRETING:
         again, _ = computed("sampling.portable.choose", "choose_fwd", p)
         assert torch.equal(tokens, again)
+
+
+@interpreted
+def test_lists_of_parts_are_merged():
+    """Three parts keep more keys than one part has."""
+    p = problem(CASES["temperature, top-k, top-p"], V=300)
+    p = p._replace(logits=p.logits[:2], q=p.q[:2])
+    tokens, right = computed("sampling.portable.choose", "choose_fwd", p)
+    expected, _ = reference.choose_fwd(*p.tensors, *p.options)
+    assert right.all() and differ(tokens, expected, p) == 0
 
 
 @both_ways
