@@ -3,7 +3,8 @@ written out here: for tests/repository/test_without_triton.py.
 
     python tests/without_triton.py PATH_OF_REPOSITORY MODULE[,MODULE..]
 
-All calls are made twice: as on a machine without a GPU, and as if tensors were on an H200.
+All calls are made twice: as on a machine without a GPU, and as if tensors were on an H200. Without
+any Triton `make demo` is run as well, with smaller models.
 """
 
 import importlib.abc
@@ -117,10 +118,24 @@ def models():
         print(config.model_type, sorted({row.layer for row in report.served}))
 
 
+def demonstration():
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+    import kernelize_llm as demo
+
+    demo.load_kernel = lambda: kernel
+    demo.SIZES["cpu"].update(hidden_size=32, intermediate_size=48, head_dim=16)
+    demo.GDN["cpu"].update(linear_key_head_dim=8, linear_value_head_dim=8)
+    demo.PROMPT["cpu"], demo.NEW_TOKENS, demo.REPEATS, demo.TOKENS = 80, 3, 2, 1
+    sys.argv = ["kernelize_llm.py", "--device", "cpu"]
+    assert demo.main() == 0
+
+
 for chip in (None, device.Chip("NVIDIA_H200", (9, 0), 132)):
     torch.manual_seed(0)
     with device.pretending(chip):
         functions()
         models()
-assert hidden != ["triton"] or "triton" not in sys.modules
+if hidden == ["triton"]:
+    demonstration()
+    assert "triton" not in sys.modules
 print("all served")

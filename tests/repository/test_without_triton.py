@@ -16,4 +16,5 @@ def test_everything_is_served_by_plain_torch(repository, hidden):
     ran = fresh.python(ROOT / "tests" / "without_triton.py", repository, hidden)
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert ran.stdout.splitlines()[-1] == "all served"
+    assert ("identical" in ran.stdout) == (hidden == "triton")
     assert "hopper kernels for swiglu.forward are not used: No module named" in ran.stderr
