@@ -103,7 +103,9 @@ CASES = [
     ),
     Case(
         "fused_topk",
-        lambda kernel: {"logits": ones(3, 5), "top_k": 2, "bias": ones(5)},
+        lambda kernel: {
+            "logits": ones(3, 6), "top_k": 2, "bias": ones(6), "n_group": 3, "topk_group": 2,
+        },
         {"logits": "float16 float64 less0 more0 none0", "bias": WIDE},
     ),
     Case(

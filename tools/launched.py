@@ -340,6 +340,11 @@ calls(_topk, "router", {
     "512 experts": dict(T=64, E=512, K=10),
     "fp16, weights in fp32": dict(T=64, E=8, K=2, dtype=FP16, kind=FP32),
     "sigmoid": dict(T=64, dtype=FP32, bias=True, scoring="sigmoid", scale=2.5),
+    "groups, as in DeepSeek-V3": dict(
+        T=64, dtype=FP32, bias=True, scoring="sigmoid", scale=2.5, n_group=8, topk_group=4),
+    "groups, as in DeepSeek-V2": dict(
+        T=64, E=160, K=6, dtype=FP32, renormalize=False, n_group=8, topk_group=3,
+        group_score="max"),
     "training": dict(T=8192, grad=True),
 })  # fmt: skip
 

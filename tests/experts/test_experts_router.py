@@ -292,14 +292,8 @@ def test_sigmoid_router(everywhere, groups, renormalize):
 
 
 @compiled
-def test_experts_chosen_by_groups(everywhere):
-    (row,) = serve_blocks(sigmoid_router(3, 1))
-    assert row.reason.startswith("it chooses groups of experts first")
-
-
-@compiled
 @pytest.mark.parametrize("name, value", [
-    ("top_k", 2), ("norm_topk_prob", False), ("routed_scaling_factor", 0.5), ("topk_group", 1),
+    ("top_k", 2), ("norm_topk_prob", False), ("routed_scaling_factor", 0.5), ("topk_group", 2),
     ("e_score_correction_bias", torch.arange(12.0)),
 ])  # fmt: skip
 def test_a_router_is_changed_afterwards(everywhere, name, value):

@@ -17,6 +17,9 @@ def fused_topk(
     bias: Optional[Tensor] = None,
     scale: float = 1.0,
     dtype: Optional[torch.dtype] = None,
+    n_group: int = 1,
+    topk_group: int = 1,
+    group_score: str = "top2",
 ) -> Tuple[Tensor, Tensor]:
     """The experts of each token, and their weights, from a router's logits.
 
@@ -29,6 +32,11 @@ def fused_topk(
     keep their order; if all scores differ, the experts are those of torch.topk. The gradient goes
     to the logits through the weights; the bias has none. Results are deterministic.
 
+    With n_group > 1 the experts are in groups of E / n_group neighbours, and a token chooses only
+    among those of the topk_group groups whose scores are largest, the lower group among equal ones.
+    The score of a group is the sum of its two largest s + bias (DeepSeek-V3), or its largest
+    s + bias (DeepSeek-V2).
+
     Kernels support fp32, bf16 and fp16 with up to 1024 experts and 64 chosen, in one launch.
 
     Args:
@@ -39,6 +47,9 @@ def fused_topk(
         bias: [E], added to the scores for the choice alone, as DeepSeek-V3's correction is.
         scale: a factor on the weights.
         dtype: of the weights; by default that of logits.
+        n_group: the number of groups of experts; it divides E.
+        topk_group: the number of groups from which a token's experts come.
+        group_score: "top2", the sum of the two largest of a group, or "max", the largest.
 
     Returns:
         (weights [T, K], index [T, K] int64): arguments of fused_experts.
@@ -52,4 +63,5 @@ def fused_topk(
         >>> index.shape, weights.sum(-1).allclose(torch.ones(5))
         (torch.Size([5, 2]), True)
     """
-    return TOPK((logits, bias), (top_k, scoring, renormalize, scale, dtype))
+    groups = (n_group, topk_group, group_score)
+    return TOPK((logits, bias), (top_k, scoring, renormalize, scale, dtype, *groups))

@@ -88,6 +88,9 @@ class TopkOptions(NamedTuple):
     renormalize: bool
     scale: float
     dtype: torch.dtype  # of the weights
+    n_group: int = 1  # groups of experts, as many in each
+    topk_group: int = 1  # of which experts may be chosen
+    group_score: str = "top2"  # or "max"
 
 
 @call

@@ -22,6 +22,7 @@ from ..runtime.ops import needs_grad
 from .call import Experts, ExpertsOptions, Topk, TopkOptions
 
 SCORINGS = ("softmax", "sigmoid")
+GROUP_SCORES = ("top2", "max")
 
 
 def fused_experts(call: Experts) -> Experts:
@@ -66,13 +67,14 @@ def fused_experts(call: Experts) -> Experts:
 
 
 def fused_topk(call: Topk) -> Topk:
-    logits, bias, (top_k, scoring, renormalize, scale, dtype) = call
+    logits, bias, (top_k, scoring, renormalize, scale, dtype, *groups) = call
     sizes: dict = {}
     has_shape("logits", logits, "T E", sizes)
     is_floating("logits", logits)
     if sizes["E"] == 0:
         raise ValueError("logits must be of at least one expert, got 0")
-    is_int("top_k", top_k, 1, sizes["E"], ", the number of experts")
+    most = _are_groups(sizes["E"], *groups)
+    is_int("top_k", top_k, 1, most, ", the number of experts" + " of these groups" * (groups[0] > 1))
     is_one_of("scoring", scoring, SCORINGS)
     if bias is not None:
         has_form("bias", bias, "E", sizes, "logits", logits)
@@ -80,5 +82,20 @@ def fused_topk(call: Topk) -> Topk:
     is_number("scale", scale, "positive")
     if dtype is not None:
         is_floating_dtype("dtype", dtype, ", or None")
-    options = TopkOptions(top_k, scoring, bool(renormalize), float(scale), dtype or logits.dtype)
-    return Topk(logits, bias, options)
+    more = (float(scale), dtype or logits.dtype, *groups)
+    return Topk(logits, bias, TopkOptions(top_k, scoring, bool(renormalize), *more))
+
+
+def _are_groups(E: int, n_group, topk_group, group_score) -> int:
+    """The number of experts among which a token chooses."""
+    is_int("n_group", n_group, 1, E, ", the number of experts")
+    is_one_of("group_score", group_score, GROUP_SCORES)
+    if E % n_group:
+        raise ValueError(f"n_group must divide the number of experts, {E}, got {n_group}")
+    is_int("topk_group", topk_group, 1, n_group, ", the number of groups")
+    if n_group > 1 and group_score == "top2" and E // n_group < 2:
+        raise ValueError(
+            f'n_group must leave two experts in each group where group_score is "top2", got '
+            f"{n_group} groups of {E} experts"
+        )
+    return E // n_group * topk_group

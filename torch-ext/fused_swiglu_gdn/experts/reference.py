@@ -158,6 +158,20 @@ def _scores(logits: Tensor, scoring: str) -> Tensor:
     return wide.softmax(-1) if scoring == "softmax" else wide.sigmoid()
 
 
+def group_scores(choice: Tensor, options: TopkOptions) -> Tensor:
+    """[T, n_group] of scores for the choice [T, E]."""
+    count = 2 if options.group_score == "top2" else 1
+    return choice.unflatten(-1, (options.n_group, -1)).topk(count, -1)[0].sum(-1)
+
+
+def outside_groups(choice: Tensor, options: TopkOptions) -> Tensor:
+    """Mask [T, E] of the experts that may not be chosen."""
+    order = group_scores(choice, options).sort(dim=-1, descending=True, stable=True)[1]
+    outside = torch.zeros_like(order, dtype=torch.bool)
+    outside.scatter_(1, order[:, options.topk_group :], True)
+    return outside.repeat_interleave(choice.shape[-1] // options.n_group, 1)
+
+
 def topk_fwd(
     logits: Tensor,  # [T, E]
     bias: Optional[Tensor],  # [E]
@@ -166,11 +180,15 @@ def topk_fwd(
     """Top-k routing by a stable sort.
 
     Both scores grow with their logit, and two different logits may have equal scores in fp32, so
-    without a bias the logits themselves are compared.
+    without a bias the logits themselves are compared. Groups are compared by scores.
     """
     scores = _scores(logits, options.scoring)
     choice = at_least_fp32(logits) if bias is None else scores + bias
-    ids = choice.sort(dim=-1, descending=True, stable=True)[1][:, : options.top_k]
+    ids = choice.sort(dim=-1, descending=True, stable=True)[1]
+    if options.n_group > 1:
+        outside = outside_groups(scores if bias is None else choice, options)
+        ids = ids.gather(-1, outside.gather(-1, ids).byte().sort(dim=-1, stable=True)[1])
+    ids = ids[:, : options.top_k]
     weights = scores.gather(-1, ids)
     if options.renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + LEAST[options.scoring])

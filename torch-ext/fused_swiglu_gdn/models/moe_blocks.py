@@ -146,6 +146,9 @@ def _choose(router: nn.Module, choice: Choice, x: torch.Tensor) -> Optional[tupl
             bias=bias,
             scale=choice.scale,
             dtype=choice.dtype or x.dtype,
+            n_group=choice.groups[0],
+            topk_group=choice.groups[1],
+            group_score=choice.groups[2],
         )
     except (TypeError, ValueError):  # what does not fit is its own forward's to take or refuse
         return None

@@ -6,6 +6,7 @@ those that experts/reference.py gives for these logits.
 """
 
 import itertools
+import math
 from typing import Iterator, NamedTuple, Optional, Tuple
 
 import torch
@@ -32,9 +33,10 @@ CASES = (
 )  # fmt: skip
 APART = 1e-5  # of scores for the choice: between closer ones either may be chosen
 MOST = 4096  # experts
+ALL = (1, 1, "top2")  # groups of a choice among all experts
 LEAST_ROWS = 20  # tokens of which the choice is certain
 ANOTHER_PRODUCT = "its logits are another product than x @ weight.T"
-IN_GROUPS = "it chooses groups of experts first, and fused_topk chooses among all experts"
+IN_GROUPS = "it chooses groups of experts first, by another rule than fused_topk"
 ANOTHER_CHOICE = "its weights or experts are not those of fused_topk"
 ANOTHER_GRADIENT = "its gradients are not those of fused_topk"
 ANOTHER_RESULT = "it does not return logits, weights and experts"
@@ -56,6 +58,13 @@ class Choice(NamedTuple):
     scoring: str
     renormalize: bool
     scale: float
+    groups: Tuple[int, int, str]  # how many, of which experts may be chosen, and their score
+
+    @property
+    def options(self) -> TopkOptions:
+        """dtype: that of the weights, if it is not that of x."""
+        more = self.scoring, self.renormalize, self.scale, self.dtype or F32
+        return TopkOptions(self.top_k, *more, *self.groups)
 
     def logits(self, x: torch.Tensor, tensors) -> torch.Tensor:
         """[T, E] of x [..., H]; tensors: weight, bias, added."""
@@ -105,23 +114,33 @@ def find_choice(module: nn.Module, kind: type, facts: Facts, values: dict) -> Ch
              if len({*pair}) == 2 or not vectors]  # fmt: skip
     scales = [1.0, *(v for v in values.values() if type(v) in (int, float) and v > 0)]
     scales = tuple(dict.fromkeys(float(s) for v in scales for s in (v, 1.0 / v)))
+    counts = [v for n, v in values.items() if "group" in n and type(v) is int and v > 0]
+    groups = _groupings(counts, shapes[weight][0])
     with quiet():
         weights, reasons = _weights(*shapes[weight]), []
     for pair in roles:
         for dims in ((2, 3), (2,), (3,)):
             names = weight, tuple(shapes[weight]), *pair
             try:
-                return _tried(module, kind, facts, names, weights, dims, scales)
+                return _tried(module, kind, facts, names, weights, dims, (scales, groups))
             except Refused as why:
                 reasons.append(str(why))
                 if reasons[-1] in (ANOTHER_PRODUCT, ANOTHER_CHOICE):
                     break
     reason = ANOTHER_CHOICE if ANOTHER_CHOICE in reasons else reasons[0]
-    grouped = any("group" in n and type(v) is int and v > 1 for n, v in values.items())
+    grouped = any(count > 1 for count in counts)
     raise Refused(IN_GROUPS if grouped and reason == ANOTHER_CHOICE else reason)
 
 
-def _tried(module, kind, facts: Facts, named: tuple, weights: dict, dims, scales) -> Choice:
+def _groupings(counts: list, E: int) -> tuple:
+    """The `groups` of a Choice that these numbers of a module leave possible."""
+    pairs = dict.fromkeys(itertools.permutations(counts, 2))
+    pairs = [(n, most) for n, most in pairs if n > most and E % n == 0]
+    found = [(*pair, by) for pair in pairs for by in ("top2", "max") if by == "max" or pair[0] < E]
+    return (ALL, *found)
+
+
+def _tried(module, kind, facts: Facts, named: tuple, weights: dict, dims, more) -> Choice:
     """The choice, for given roles of bias and added in `named`; raises Refused."""
     found, rows = None, 0
     modes, sizes = modes_of(module, facts), sizes_of(module, facts, named[1][1])
@@ -132,7 +151,7 @@ def _tried(module, kind, facts: Facts, named: tuple, weights: dict, dims, scales
             twin.__dict__["training"] = training
             out, order = _outputs(facts.forward, twin, x, named[1][0])
             if found is None:
-                found = _candidates(x, out, named, (dims, order), scales)
+                found = _candidates(x, out, named, (dims, order), *more)
             found = [c for c in found if c.order == order]
             products = {c[:6]: c for c in found}.items()
             right = {key for key, c in products if _is_product(x, tensors, out[0], c)}
@@ -154,7 +173,7 @@ def _learns(module, kind, facts: Facts, named: tuple, weights: dict, choice: Cho
     x, names, tensors = next(
         case for case in _inputs(named, weights, choice.dims[:1], tokens) if case[0].dtype == F32
     )
-    options = TopkOptions(choice.top_k, choice.scoring, choice.renormalize, choice.scale, F32)
+    options = choice.options._replace(dtype=F32)
     with quiet(), torch.enable_grad():
         for ours in (True, False):
             leaf = x.clone().requires_grad_()
@@ -256,12 +275,16 @@ def _in_order(top: torch.Tensor, theirs: torch.Tensor, mine: torch.Tensor, rows)
     return torch.equal(theirs[sure], mine[sure])
 
 
-def _candidates(x: torch.Tensor, out: Outputs, named: tuple, more: tuple, scales: tuple) -> list:
+def _candidates(
+    x: torch.Tensor, out: Outputs, named: tuple, more: tuple, scales: tuple, groups: tuple
+) -> list:
     """The choices that the first run, in bf16, leaves possible."""
     logits, weights, ids, _ = out
     dtype = None if weights.dtype == x.dtype else weights.dtype
     wide = ((False, False),) if logits.dtype == x.dtype else ((True, False), (False, True))
-    every = itertools.product(wide, LEAST, (True, False), scales)
+    K, E = ids.shape[1], logits.shape[1]
+    groups = [g for g in groups if K <= E // g[0] * g[1]]
+    every = itertools.product(wide, LEAST, (True, False), scales, groups)
     return [Choice(*named, *w, *more, dtype, ids.shape[1], *how) for w, *how in every]
 
 
@@ -276,6 +299,20 @@ def _is_product(x: torch.Tensor, tensors: tuple, theirs: torch.Tensor, choice: C
     return bool((mine - theirs).abs().max() <= 4 * eps * mine.abs().max())
 
 
+def _apart(last: torch.Tensor, next_: torch.Tensor, biased: bool) -> torch.Tensor:
+    """Which tokens' last chosen score is larger than the next one, however both are rounded."""
+    return last - next_ > APART * (1.0 if biased else last.abs())
+
+
+def _in_groups(scores: torch.Tensor, options: TopkOptions, biased: bool) -> tuple:
+    """Which tokens have a choice of groups that is certain, and scores with -inf outside these."""
+    if options.n_group == 1:
+        return torch.ones(len(scores), dtype=torch.bool), scores
+    top = reference.group_scores(scores, options).sort(-1, descending=True)[0]
+    sure = _apart(top[:, options.topk_group - 1], top[:, options.topk_group], biased)
+    return sure, scores.masked_fill(reference.outside_groups(scores, options), -math.inf)
+
+
 def _rows_alike(out: Outputs, bias, choice: Choice, x: torch.Tensor) -> Optional[int]:
     """The number of tokens whose choice is certain, or None.
 
@@ -284,12 +321,12 @@ def _rows_alike(out: Outputs, bias, choice: Choice, x: torch.Tensor) -> Optional
     (logits, weights, ids, unsorted), K, E = out, choice.top_k, choice.shape[0]
     if weights.dtype != (choice.dtype or x.dtype) or ids.shape[1] != K:
         return None
-    wide = logits.double()
+    wide, options = logits.double(), choice.options._replace(dtype=weights.dtype)
     scores = wide.softmax(-1) if choice.scoring == "softmax" else wide.sigmoid()
-    top = (scores if bias is None else scores + bias.double()).topk(min(K + 1, E), -1)[0]
-    size = 1.0 if bias is not None else top[:, K - 1].abs()
-    rows = (top[:, K - 1] - top[:, -1] > APART * size) | (K == E)
-    options = TopkOptions(K, choice.scoring, choice.renormalize, choice.scale, weights.dtype)
+    scores = scores if bias is None else scores + bias.double()
+    sure, scores = _in_groups(scores, options, bias is not None)
+    top = scores.topk(min(K + 1, E), -1)[0]
+    rows = sure & (_apart(top[:, K - 1], top[:, -1], bias is not None) | (K == E))
     mine, theirs = (
         torch.zeros_like(wide).scatter(1, i, w.double())[rows]
         for w, i in (reference.topk_fwd(logits, bias, options), (weights, ids))

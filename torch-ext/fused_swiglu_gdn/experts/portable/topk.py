@@ -1,6 +1,6 @@
 """Top-k routing in one launch: a program, of one warp, reads the logits of one token.
 
-Sizes: T tokens, E experts, K of them chosen.
+Sizes: T tokens, E experts, K of them chosen. grouped.py has the kernel for groups of experts.
 """
 
 from typing import Callable, Optional
@@ -13,6 +13,8 @@ from ...runtime.dtypes import SERVED, served
 from ...runtime.launch import Launch
 from ...runtime.sizes import next_power_of_2
 from ..call import LEAST, Topk, TopkGradient
+from .grouped import _grouped_topk_kernel
+from .ranks import _ranked
 
 
 @triton.jit
@@ -24,20 +26,6 @@ def _scores(logits_ptr, token, E, SOFTMAX: tl.constexpr, EXPERTS: tl.constexpr):
         scores = tl.exp(logits - tl.max(logits, 0))
         return logits, scores / tl.sum(scores, 0)
     return logits, 1.0 / (1.0 + tl.exp(-logits))
-
-
-@triton.jit
-def _ranked(choice, e, EXPERTS: tl.constexpr):
-    """Sort keys, int64, the largest for the first choice.
-
-    They order by value with NaN above all; among equal values the lower index comes first; indices
-    past the last expert come last.
-    """
-    choice = tl.where(choice == 0.0, 0.0, choice)  # -0 is no less than 0
-    bits = choice.to(tl.int32, bitcast=True)
-    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    bits = tl.where(choice != choice, 0x7FFFFFFF, bits)
-    return bits.to(tl.int64) * 4294967296 + (EXPERTS - 1 - e)
 
 
 @triton.jit(do_not_specialize=["E"])
@@ -116,21 +104,28 @@ def _topk_backward_kernel(
 
 def _launch(kernel, call, *slots: int) -> Optional[Launch]:
     """The launch of a call or of its gradient, or None if they have no kernels for its sizes."""
-    (T, E), (K, scoring, renormalize, scale, dtype) = call.logits.shape, call.options
+    (T, E), (K, scoring, renormalize, scale, dtype, *groups) = call.logits.shape, call.options
     if not (0 < E <= 1024 and K <= 64 and T < 2**31 and dtype in SERVED and served(call.logits)):
         return None
     constexprs = (K, *slots, scoring == "softmax", renormalize, LEAST[scoring])
+    numbers, sizes = (scale, E), (max(32, next_power_of_2(E)),)
+    if kernel is _grouped_topk_kernel:
+        count, most, by = groups
+        parts = next_power_of_2(count), next_power_of_2(E // count)
+        if parts[0] * parts[1] > 1024:
+            return None
+        numbers, sizes = (scale,), (count, E // count, most, by == "top2", *parts)
     return Launch(
-        kernel, T, call.device, numbers=(scale, E),
-        constexprs=(*constexprs, max(32, next_power_of_2(E))),
+        kernel, T, call.device, numbers=numbers, constexprs=(*constexprs, *sizes),
         options=(("num_warps", 1),), guarded=True,
     )  # fmt: skip
 
 
 def prepare_topk_fwd(call: Topk) -> Optional[Callable]:
     """(logits, bias) -> (weights [T, K], ids [T, K] int64): one launch."""
-    T, (K, *_, dtype) = call.logits.shape[0], call.options
-    kernel = _launch(_topk_kernel, call, next_power_of_2(K)) if served(call.bias) else None
+    T, (K, _, _, _, dtype, count, *_) = call.logits.shape[0], call.options
+    form = _topk_kernel if count == 1 else _grouped_topk_kernel
+    kernel = _launch(form, call, next_power_of_2(K)) if served(call.bias) else None
 
     def run(logits, bias):
         weights = logits.new_empty((T, K), dtype=dtype)
