@@ -105,10 +105,6 @@ def topk(draw, B, T):
     return {"logits": draw(B * T, 8), "top_k": 2}
 
 
-def grouped_topk(draw, B, T):
-    return {**topk(draw, B, T), "n_group": 4, "topk_group": 2, "bias": draw(8), "scoring": "sigmoid"}
-
-
 def rule(draw, B, T, K=16, V=16, **more):
     k = torch.nn.functional.normalize(draw(B, T, 2, K), dim=-1)
     return {"q": draw(B, T, 2, K), "k": k, "v": draw(B, T, 4, V),
@@ -254,7 +250,6 @@ PROBLEMS: Dict[str, Problem] = {
         wide=("top_k_weights",),
     ),
     "fused_topk": Problem("fused_topk", topk),
-    "fused_topk, groups": Problem("fused_topk", grouped_topk),
     "rms_norm": Problem(
         "rms_norm", lambda draw, B, T: {"x": draw(B, T, 32), "weight": draw(32)}, ("x", "weight"),
         rows=("x",),
@@ -425,6 +420,9 @@ form("fused_topk", "sigmoid", with_more(
     topk, scoring="sigmoid", renormalize=False, scale=2.5, bias=lambda draw, B, T, x: draw(8),
 ), grads=("logits",), wide=("bias",))  # fmt: skip
 form("fused_topk", "gradients", topk, grads=("logits",))
+form("fused_topk", "groups", with_more(
+    topk, n_group=4, topk_group=2, bias=lambda draw, B, T, x: draw(8),
+), grads=("logits",), wide=("bias",))  # fmt: skip
 form("fused_qk_norm_rope", "interleaved", with_more(
     rotary, cos=lambda draw, B, T, x: draw(B, T, 6), sin=lambda draw, B, T, x: draw(B, T, 6),
     interleaved=True, offset=0.5, norm="all", q_weight=lambda draw, B, T, x: draw(64),

@@ -327,11 +327,11 @@ def _rows_alike(out: Outputs, bias, choice: Choice, x: torch.Tensor) -> Optional
     sure, scores = _in_groups(scores, options, bias is not None)
     top = scores.topk(min(K + 1, E), -1)[0]
     rows = sure & (_apart(top[:, K - 1], top[:, -1], bias is not None) | (K == E))
+    made, ours = reference.topk_fwd(logits, bias, options)
     mine, theirs = (
         torch.zeros_like(wide).scatter(1, i, w.double())[rows]
-        for w, i in (reference.topk_fwd(logits, bias, options), (weights, ids))
+        for w, i in ((made, ours), (weights, ids))
     )
-    ours = reference.topk_fwd(logits, bias, options)[1]
     if not unsorted and not _in_order(top, ids, ours, rows):
         return None
     eps = torch.finfo(weights.dtype).eps
