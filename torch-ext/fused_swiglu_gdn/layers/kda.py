@@ -178,9 +178,9 @@ def _projected(layer: nn.Module, roles: Roles, x: torch.Tensor) -> tuple:
     numbers (dropout of adapters).
     """
     first = [roles.f[0].path, *[step.path for step in roles.z[:-1]], roles.b[0].path]
-    first = list(dict.fromkeys(first))
-    found = projections(x, *[at(path)(layer) for path in first], together=True)
-    outputs = {} if found is None else dict(zip(first, found))
+    parts = {path: at(path)(layer) for path in first}
+    found = projections(x, *parts.values(), together=True)
+    outputs = {} if found is None else dict(zip(parts, found))
 
     def output(chain: Chain) -> torch.Tensor:
         y = x
@@ -189,7 +189,7 @@ def _projected(layer: nn.Module, roles: Roles, x: torch.Tensor) -> tuple:
                 y = at(path)(layer)(y)
             else:
                 if path not in outputs:
-                    outputs[path] = at(path)(layer)(x)
+                    outputs[path] = (parts.get(path) or at(path)(layer))(x)
                 y = outputs[path]
             y = y if channels is None else y[..., channels[0] : channels[1]]
         return y
