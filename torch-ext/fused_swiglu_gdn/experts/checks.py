@@ -74,7 +74,8 @@ def fused_topk(call: Topk) -> Topk:
     if sizes["E"] == 0:
         raise ValueError("logits must be of at least one expert, got 0")
     most = _are_groups(sizes["E"], *groups)
-    is_int("top_k", top_k, 1, most, ", the number of experts" + " of these groups" * (groups[0] > 1))
+    of_groups = " of these groups" if groups[0] > 1 else ""
+    is_int("top_k", top_k, 1, most, f", the number of experts{of_groups}")
     is_one_of("scoring", scoring, SCORINGS)
     if bias is not None:
         has_form("bias", bias, "E", sizes, "logits", logits)
