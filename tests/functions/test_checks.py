@@ -438,55 +438,6 @@ def test_cu_seqlens_of_both_integer_types(kernel):
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("wide", ["g", "beta", "A_log", "dt_bias"])
-def test_one_argument_in_fp64(kernel, name, wide):
-    """All is computed in fp64 then, and results have the dtypes that they have without it."""
-    exact = gdn_inputs(2, 70, 2, 4, 6, 5, torch.float64)
-    exact.update(A_log=torch.zeros(4).double(), dt_bias=torch.ones(4).double())
-    given = {key: x.to(torch.float64 if key == wide else torch.float32) for key, x in exact.items()}
-    for x in (exact, given):
-        x.update({key: x[key].detach().requires_grad_() for key in x})
-    results = []
-    for x in (exact, given):
-        o, state = getattr(kernel, name)(**x, output_final_state=True, use_gate_in_kernel=True)
-        (o.square().sum() + state.square().sum()).backward()
-        results.append((o, state, *[y.grad for y in x.values()]))
-    for out, ref in zip(results[1], results[0]):
-        assert relative_error(out, ref) < 1e-5
-    assert {y.dtype for y in results[1][:2]} == {torch.float32}
-
-
-@pytest.mark.parametrize("wide", ["g", "beta"])
-def test_one_argument_of_replay_in_fp64(kernel, wide):
-    exact = gdn_inputs(2, 1, 2, 4, 6, 5, torch.float64)
-    exact["initial_state"] = exact["initial_state"].mT.contiguous()
-    given = {key: x.to(torch.float64 if key == wide else torch.float32) for key, x in exact.items()}
-    results = []
-    for x in (exact, given):
-        ring = kernel.make_ring(x["initial_state"], 2, x["k"].dtype)
-        results.append(
-            kernel.replay_gated_delta_rule(
-                **x, ring=ring, cursor=torch.zeros(2, 2, dtype=torch.int32)
-            )
-        )
-    assert relative_error(results[1], results[0]) < 1e-5 and results[1].dtype == torch.float32
-
-
-@pytest.mark.parametrize("wide", ["x", "conv_state", "weight", "bias"])
-@pytest.mark.parametrize("T", [1, 3])
-def test_one_argument_of_the_convolution_in_fp64(kernel, wide, T):
-    torch.manual_seed(0)
-    x = {"x": torch.randn(2, 3, T), "conv_state": torch.randn(2, 3, 5)}
-    x.update(weight=torch.randn(3, 4), bias=torch.randn(3))
-    exact = {key: y.double() for key, y in x.items()}
-    given = {key: exact[key].clone() if key == wide else y for key, y in x.items()}
-    out = kernel.causal_conv1d_update(**given)
-    assert relative_error(out, kernel.causal_conv1d_update(**exact)) < 1e-6
-    assert out.dtype == given["x"].dtype
-    assert relative_error(given["conv_state"], exact["conv_state"]) < 1e-6
-
-
 @pytest.mark.parametrize("model", [None, [], "x", torch.nn.Linear])
 def test_models_that_are_none(kernel, model):
     for function in (kernel.kernelize, kernel.restore, kernel.decorate):

@@ -83,9 +83,10 @@ def test_without_gradients(name):
 
 
 @contextlib.contextmanager
-def by_operators():
-    """Public functions call operators, whose bodies run the reference, as traced ones do; gives the
-    operators, with the arguments of their first call."""
+def by_operators(kernels=False):
+    """Public functions call operators, whose bodies run the reference or kernels, as traced ones
+    do; gives the operators, with the arguments of their first call. kernels: of operators that have
+    no reference, too."""
     operation, calls = submodule("runtime.operation").Operation, {}
     needs_grad, launcher = submodule("runtime.ops").needs_grad, operation.launcher
 
@@ -101,7 +102,8 @@ def by_operators():
         return launcher(self, fields)
 
     def has_reference(self, call, grad):
-        return self.module is not None and (not grad or self._has_gradient(call))
+        there = kernels or self.module is not None
+        return there and (not grad or self._has_gradient(call))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(operation, "_first", first)
@@ -120,6 +122,29 @@ CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 OTHERS = (  # of which the reference computes gradients, or is none
     "chunk_gated_delta_rule, checkpoints", "chunk_kda, checkpoints", "fused_qk_norm_rope, plain",
 )  # fmt: skip
+MIXED = {name: problem.wide for name, problem in EVERY.items() if "q" in problem.grads}
+MIXED["replay_gated_delta_rule"] = ("g", "beta")
+MIXED["causal_conv1d_update"] = ("x", "conv_state", "weight", "bias")
+MIXED["causal_conv1d_update, packed"] = MIXED["causal_conv1d_update"]
+
+
+@pytest.mark.parametrize("name", [name for name, wide in MIXED.items() if wide])
+def test_one_argument_in_fp64(name):
+    """All is computed in fp64 then, and results have the dtypes that they have without it."""
+    call = Call(name, torch.float32, "cpu")
+    plain = call.values(call.given())
+    for wide in MIXED[name]:
+        given = call.given()
+        if wide not in given:
+            continue
+        given[wide] = call.wide()[wide]
+        found = call.both(given)
+        assert difference(found, call.expected_both(), call.problem, torch.float32) is None, wide
+        assert wide in ("x", "conv_state") or [x.dtype for x in found[: len(plain)]] == [
+            x.dtype for x in plain
+        ], wide
+
+
 LAST = [  # functions whose gradients have no gradient by operators
     "chunk_gated_delta_rule", "chunk_kda", "causal_conv1d_fn", "rms_norm", "rms_norm_gated",
     "fused_experts", "fused_qk_norm_rope", "sigmoid_gate", "silu_mul",
@@ -140,10 +165,11 @@ def test_nothing_has_gradients(name):
 
 
 @every_problem
-def test_operators(name):
+@pytest.mark.parametrize("device", DEVICES)
+def test_operators(name, device):
     """Gradients that are written out are autograd's of the definition; operators and their fakes
     agree with each other."""
-    call = Call(name, F64, "cpu")
+    call = Call(name, F64, device)
     expected = call.both(call.given()), call.values(call.given())
     with by_operators():
         found = call.both(call.given()), call.values(call.given())
@@ -158,7 +184,7 @@ def test_operators(name):
             first = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
             sum(x.square().sum() for x in first).backward()
     for call.dtype in (torch.float32, torch.float16):
-        with by_operators() as calls:
+        with by_operators(device == "cuda") as calls:
             call.both(call.given()), call.values(call.given())
         assert calls or call.problem.function in PLAIN
         for operator, fields in calls.items():
