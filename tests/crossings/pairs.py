@@ -24,13 +24,6 @@ from subjects import MODELS, stand_ins
 from two_processes import found_by
 from uses_functions import FUNCTION_USES, outcome_of
 
-# pairs, or uses of every subject, that give another outcome yet
-OWNED: dict = {
-    "Kimi Linear: LoRA with dropout: a step of training": "adapters are called in another order",
-    "FP8 Llama: second derivatives": "refused in torch's words, where the page says equal",
-    "FP8 Llama: LoRA: an adapter for each row": "the second row's tokens differ, unexplained",
-}
-
 
 def in_process(pair, folder: str, rank: int, device) -> str:
     return outcome(pair, device.type, Path(folder, str(rank)))
@@ -81,12 +74,13 @@ def pairs() -> List[Pair]:
 
 
 def reason(pair: Pair) -> str:
-    """What a pair needs that not every machine with these tests has; "" if nothing."""
+    """What a pair needs that not every machine with these tests has, and its note, or ""."""
     if pair.subject in PROBLEMS:
         return ""
     use = USES[pair.use]
     gpus = ["", "a GPU", "two GPUs"][use.gpus]
-    return " and ".join([x for x in (gpus, *use.needs) if x and x not in ("peft", "accelerate")])
+    needed = [x for x in (gpus, *use.needs) if x and x not in ("peft", "accelerate")]
+    return "; ".join([x for x in (" and ".join(needed), use.note) if x])
 
 
 def why_not_here(pair: Pair, device: str) -> str:
@@ -97,8 +91,6 @@ def why_not_here(pair: Pair, device: str) -> str:
     for package in use.needs:
         if importlib.util.find_spec(package) is None:
             return f"needs {package}"
-    if pair.use == "LoRA with dropout: a step of training":
-        return "a served adapter draws masks of its own (docs/training.md)"
     if use.gpus > (torch.cuda.device_count() if device == "cuda" else 0):
         return f"needs {use.gpus} GPUs" if use.gpus > 1 else "needs a GPU"
     if use.processes and device == "cuda" and torch.cuda.device_count() < 2:

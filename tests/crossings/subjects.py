@@ -33,6 +33,7 @@ MODELS: Dict[str, Callable] = {
     "Kimi Linear": functools.partial(random_model, "kimi_linear"),
     "FP8 Llama": fp8_llama,
 }
+WITH_EXPERTS = ("Qwen3-MoE", "Kimi Linear")
 WITH_RING = ("Qwen3.5",)  # Gated DeltaNet, whose states may be written back later
 RECURRENT = ("Qwen3.5", "Kimi Linear")  # no cache of theirs can go back by a token
 

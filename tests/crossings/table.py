@@ -118,10 +118,11 @@ function in fp64.
 | own | equal: the modules run their own forwards in this use |
 | = alone | transformers alone raises an error here, and the kernelized model gives a result |
 | both refuse | transformers alone and the kernelized model raise the same error |
-| ? | not run for this page; tests run a share of the pairs at each commit |
+| ? | not run for this page; tests run a share of the pairs each day |
 | refuses | the kernelized model raises the error of the note |
 
-A number in brackets is a note at the end of the page: an error, or what a pair needs to be run.
+A number in brackets is a note at the end of the page: an error, what a pair needs to be run, or a
+condition of the outcome.
 """
 
 
@@ -181,10 +182,10 @@ def run(pair, device: str, found: dict) -> None:
 def write(found: dict) -> None:
     """Keeps the outcomes, and makes the page of them. What is wrong is no outcome to keep."""
     from conftest import ROOT
-    from pairs import OWNED, function_pairs, pairs
+    from pairs import function_pairs, pairs
 
     outcomes.cache_clear()
-    known = {str(pair) for pair in [*pairs(), *function_pairs()]} - set(OWNED)
+    known = {str(pair) for pair in [*pairs(), *function_pairs()]}
     kept = {
         name: said
         for name, said in sorted({**outcomes(), **found}.items())

@@ -1,5 +1,6 @@
 """Every use of every subject has the outcome that docs/crossings.md says: transformers' own, or a
-refusal. A commit runs a share of the pairs, another the next; `--all-pairs` runs all."""
+refusal. The commits of a day run a share of the pairs, those of the next day another; `--all-pairs`
+runs all."""
 
 import functools
 import subprocess
@@ -8,55 +9,46 @@ import pytest
 import table
 from conftest import DEVICES, ROOT
 from interpreter import compiled, interpreted, test_in_the_interpreter  # noqa: F401
-from pairs import FUNCTION_USES, OWNED, Pair, function_pairs, outcome, pairs, why_not_here
+from pairs import FUNCTION_USES, function_pairs, outcome, pairs, why_not_here
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 # of pairs, of those that take seconds, and of functions in Triton's interpreter; primes
 SHARES, SLOW_SHARES, INTERPRETED = 11, 83, 61
 
-# the gradient's kernels write over what the forward has saved, and autograd refuses a second one
-REFUSED = ("fused_swiglu: a backward twice", "fused_swiglu_mlp: a backward twice")
-
 
 @functools.cache
 def share() -> int:
-    """The number of commits before this one: which share of the pairs is run."""
-    command = ["git", "rev-list", "--count", "HEAD"]
+    """The day of the latest commit, counted from 1970: which share of the pairs is run. It is the
+    same for a commit whenever and wherever its tests run, in a clone of one commit too."""
+    command = ["git", "log", "-1", "--format=%ct"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    return int(done.stdout or 0)
+    return int(done.stdout or 0) // 86400
 
 
 def some(everything: list, count: int) -> list:
-    """One of `count`, another one for the next commit."""
+    """One of `count`, another one for the next day."""
     return everything[share() % count :: count]
 
 
 def chosen() -> list:
-    """The pairs of this commit's share."""
-    everything = [*pairs(), *function_pairs()]
-    quick = [pair for pair in everything if not pair.slow]
-    slow = [pair for pair in everything if pair.slow]
+    """The share of the pairs; tests/functions/test_properties.py has all those of functions that
+    take less than seconds."""
+    quick = [pair for pair in pairs() if not pair.slow]
+    slow = [pair for pair in [*pairs(), *function_pairs()] if pair.slow]
     return some(quick, SHARES) + some(slow, SLOW_SHARES)
 
 
 def by_kernels() -> list:
     uses = {name: use for name, use in FUNCTION_USES.items() if use.interpreted and not use.slow}
-    found = [pair for pair in function_pairs() if pair.use in uses]
-    return some([pair for pair in found if str(pair) not in REFUSED], INTERPRETED)
+    return some([pair for pair in function_pairs() if pair.use in uses], INTERPRETED)
 
 
 def pytest_generate_tests(metafunc):
     if "pair" in metafunc.fixturenames:
         everything = metafunc.config.getoption("--all-pairs", default=False)
         found = [*pairs(), *function_pairs()] if everything else chosen()
-        metafunc.parametrize("pair", [marked(pair) for pair in found], ids=str)
+        metafunc.parametrize("pair", found, ids=str)
         metafunc.parametrize("device", DEVICES)
-
-
-def marked(pair: Pair):
-    owner = OWNED.get(pair.use) or OWNED.get(str(pair))
-    marks = [pytest.mark.xfail(reason=owner, strict=True)] if owner else []
-    return pytest.param(pair, marks=marks)
 
 
 @compiled

@@ -45,6 +45,9 @@ ADAPTERS = {
     "norms": ("LNTuningConfig", {"target_modules": ["input_layernorm", "norm"]}),
     **PROMPTS,
 }  # fmt: skip
+MASKS = (
+    'with `skip=["lora"]`; otherwise the adapters draw masks of their own: [LoRA](training.md#lora)'
+)
 LIVE = ("lora_B", "hada_w2_a", "lokr_w2", "oft_R", "ia3", "vera_lambda", "lora_E", "lora_bias")
 
 
@@ -74,9 +77,11 @@ def step(model, s):
 
 
 def adapter(name):
-    @use(f"{name}: a step of training", needs=("peft",))
+    own = {"skip": ["lora"]} if "dropout" in name else {}
+
+    @use(f"{name}: a step of training", needs=("peft",), note=MASKS if own else "")
     def trained(s):
-        return step(s.serve(adapted(s, name).train()), s)
+        return step(s.serve(adapted(s, name).train(), **own), s)
 
     @use(f"{name}: generate", needs=("peft",))
     def generated(s):
@@ -146,7 +151,7 @@ def each_row(s, model):
     names = ["other", "__base__"]
     with torch.no_grad():
         found = model(s.ids(), adapter_names=names).logits
-    return [found, model.generate(s.ids(), adapter_names=names, max_new_tokens=12, do_sample=False)]
+    return [found, generate(s, model, adapter_names=names, new=12)]
 
 
 def combined(s, model):
