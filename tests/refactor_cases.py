@@ -2,18 +2,14 @@
 their model makes of them, and a class of another source in their place."""
 
 import ast
-import builtins
-import contextlib
 import copy
 import functools
-import importlib.util
 import inspect
-import linecache
-import pickle
+import logging
 import sys
-import tempfile
-from pathlib import Path
-from typing import Dict, Iterator, List, NamedTuple, Optional
+import types
+import warnings
+from typing import Callable, Dict, Iterator, List, NamedTuple, Optional
 
 import sweep_models
 import tiny_models
@@ -34,13 +30,6 @@ ENDS = {
 }  # fmt: skip
 CACHES = ("past_key_values", "cache_params")
 STATES = ("keys", "values", "conv_states", "recurrent_states")
-IMPORTS = {
-    "torch": "import torch", "F": "import torch.nn.functional as F", "nn": "from torch import nn",
-    "math": "import math", "functools": "import functools", "warnings": "import warnings",
-    "logging": "import logging", "Callable": "from collections.abc import Callable",
-    "deprecate_kwarg": "from transformers.utils.deprecation import deprecate_kwarg",
-    "transformers_logging": "from transformers.utils import logging as transformers_logging",
-}  # fmt: skip
 
 
 class Call(NamedTuple):
@@ -59,26 +48,19 @@ def kind_of(module: nn.Module) -> Optional[str]:
     return next((kind for end, kind in ENDS.items() if name.endswith(end)), None)
 
 
-def copied(tree):
-    """A copy of a tree with its nodes' types: in a tenth of copy.deepcopy's time."""
-    return pickle.loads(pickle.dumps(tree))
-
-
 class Unit:
     """The source of a class: a tree to rewrite, and what callers must know of the rewriting."""
 
     def __init__(self, subject: "Subject"):
         self.subject = subject
-        self.cls: ast.ClassDef = copied(subject.tree)
+        self.cls: ast.ClassDef = copy.deepcopy(subject.tree)
         self.before: List[ast.stmt] = []  # statements of the module before the class
-        self.attributes: dict = {}  # old name: new name, of parts and parameters
-        self.paths: dict = {}  # the same by paths, "forget_gate.A_log"
-        self.fused: Dict[str, List[str]] = {}  # a new weight: those that lie side by side in it
-        self.arguments: dict = {}  # old name: new name
+        self.moves: List[Callable[[nn.Module, dict], None]] = []  # what modules get of the file
+        self.attributes: Dict[str, str] = {}  # old name: new name, of parts and values
+        self.arguments: Dict[str, str] = {}  # old name: new name
         self.by_keyword = False  # arguments are no more in their order
-        self.old_names = False  # it may be called by the old names of arguments, too
         self.calls_old: List[dict] = []  # {old name: new name} of calls to try besides
-        self.after = None  # (module) -> None: a patch of what it uses, after kernelize
+        self.after: Optional[Callable] = None  # patches what it uses, after kernelize
         self.words: dict = {}  # further keywords of each call
 
     @property
@@ -86,29 +68,14 @@ class Unit:
         return self.method("forward")
 
     def method(self, name: str) -> ast.FunctionDef:
-        found = [n for n in self.cls.body if isinstance(n, ast.FunctionDef) and n.name == name]
-        return found[-1]
+        return [m for m in self.methods() if m.name == name][-1]
 
     def methods(self) -> List[ast.FunctionDef]:
         return [n for n in self.cls.body if isinstance(n, ast.FunctionDef)]
 
     def source(self) -> str:
         body = ast.Module([*self.before, self.cls], [])
-        text = ast.unparse(ast.fix_missing_locations(body))
-        body = ast.parse(text)
-        made = {n.id for n in ast.walk(body) if isinstance(n, ast.Name)
-                and isinstance(n.ctx, ast.Store)}  # fmt: skip
-        made |= {n.name for n in body.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
-        used = {n.id for n in ast.walk(body) if isinstance(n, ast.Name)}
-        theirs = vars(self.subject.home)
-        lines = [line for name, line in IMPORTS.items() if name in used - made]
-        names = sorted(n for n in used - made - IMPORTS.keys()
-                       if n in theirs and (not hasattr(builtins, n)))  # fmt: skip
-        lines += [f"from {self.subject.home.__name__} import {name}" for name in names]
-        old = self.subject.tree.name
-        if f"Base{old}" in used - made:
-            lines.append(f"from {self.subject.home.__name__} import {old} as Base{old}")
-        return "\n".join(lines) + "\n\n\n" + text + "\n"
+        return ast.unparse(ast.fix_missing_locations(body)) + "\n"
 
 
 class Subject:
@@ -117,16 +84,14 @@ class Subject:
     def __init__(self, model: "Model", module: nn.Module, kind: str, number: int = 1):
         self.family, self.kind, self.module = model.family, kind, module
         self.name = f"{model.family}.{kind}{number if number > 1 else ''}"
-        self.made, self.calls = model.made[id(module)], model.calls[id(module)]
+        self.calls, self.config = model.calls[id(module)], model.config
         self.home = sys.modules[type(module).__module__]
-        file = ast.parse(inspect.getsource(self.home))
-        self.file = file
-        self.tree = next(
-            n for n in file.body
-            if isinstance(n, ast.ClassDef) and n.name == type(module).__name__
-        )  # fmt: skip
-        self.config = model.config
-        observe(self)
+        self.file = ast.parse(inspect.getsource(self.home))
+        self.tree = self.of_the_file(type(module).__name__)
+
+    def of_the_file(self, name: str):
+        """The definition of a class or function."""
+        return next(n for n in self.file.body if getattr(n, "name", None) == name)
 
     @functools.cached_property
     def outputs(self) -> list:
@@ -148,13 +113,10 @@ def small_model(family: str) -> nn.Module:
 
 
 class Model:
-    """A small random model, what its modules were made of and how it calls them."""
+    """A small random model, and how it calls its modules."""
 
     def __init__(self, family: str):
-        self.family, self.made = family, {}
-        home = sys.modules[sweep_models.classes(family)[0].__module__]
-        with self.recording(home):
-            self.model = small_model(family)
+        self.family, self.model = family, small_model(family)
         self.model.double().eval()
         if hasattr(self.model.config, "_experts_implementation_internal"):
             self.model.config._experts_implementation_internal = "eager"  # grouped_mm has no fp64
@@ -169,29 +131,6 @@ class Model:
                     x.copy_(noise if x.ndim > 1 else x + noise)
         self.calls = self.called()
 
-    @contextlib.contextmanager
-    def recording(self, home):
-        """Modules note what they are made of."""
-        kinds = [k for k in vars(home).values() if isinstance(k, type)
-                 and issubclass(k, nn.Module) and "__init__" in vars(k)]  # fmt: skip
-        plain = {kind: kind.__init__ for kind in kinds}
-        for kind in kinds:
-            kind.__init__ = self.noted(kind, plain[kind])
-        try:
-            yield
-        finally:
-            for kind in kinds:
-                kind.__init__ = plain[kind]
-
-    def noted(self, kind, plain):
-        @functools.wraps(plain)
-        def init(module, *args, **kwargs):
-            if type(module) is kind:
-                self.made[id(module)] = args, kwargs
-            plain(module, *args, **kwargs)
-
-        return init
-
     def called(self) -> dict:
         """{id of a module: sequences of its calls}, each with a cache of its own, or without."""
         found: dict = {}
@@ -205,7 +144,7 @@ class Model:
             now.setdefault(id(module), []).append(Call(given, len(args)))
 
         hooks = [m.register_forward_pre_hook(note, with_kwargs=True)
-                 for m in self.model.modules() if id(m) in self.made]  # fmt: skip
+                 for m in self.model.modules() if kind_of(m)]  # fmt: skip
         for sequence in self.sequences():
             now.clear()
             with torch.no_grad():
@@ -312,125 +251,48 @@ def difference(found: list, expected: list) -> float:
     return max([sweep_models.difference(a, b) for a, b in zip(found, expected)], default=0.0)
 
 
-_folder = tempfile.TemporaryDirectory(prefix="refactors")
+@functools.cache
+def subject_of(family: str, kind: str) -> Subject:
+    """The first module of a kind in a family's model: to be copied, not to be changed."""
+    return next(iter(Model(family).subjects((kind,))))
+
+
 _count = 0
 
 
-def load(unit: Unit, text: Optional[str] = None, user: bool = False):
-    """The class of a unit, from a file of its own: beside transformers' models, or a user's."""
+def load(unit: Unit, user: bool = False) -> type:
+    """The class of a unit, of a file beside transformers' models, or of a user's."""
     global _count
     _count += 1
     subject = unit.subject
-    package = subject.home.__name__ if not user else f"modeling_{subject.family}"
-    name = f"{package}_{_count}"
-    path = Path(_folder.name, name.rpartition(".")[2] + ".py")
-    path.write_text(unit.source() if text is None else text)
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
+    home = subject.home.__name__ if not user else f"modeling_{subject.family}"
+    module = types.ModuleType(f"{home}_{_count}")
+    module.__dict__.update({n: v for n, v in vars(subject.home).items() if n[:2] != "__"})
+    module.__dict__.update(
+        F=nn.functional, functools=functools, logging=logging, warnings=warnings,
+        Own=type(subject.module), __file__=f"/refactors/{module.__name__}.py",
+    )  # fmt: skip
+    sys.modules[module.__name__] = module
+    exec(compile(unit.source(), module.__file__, "exec"), module.__dict__)
     return vars(module)[unit.cls.name]
 
 
-def forget(cls) -> None:
+def forget(cls: type) -> None:
     """Nothing asks for the file of a case once it is done."""
-    module = sys.modules.pop(cls.__module__)
-    linecache.cache.pop(module.__file__, None)
+    sys.modules.pop(cls.__module__, None)
 
 
-def build(cls, unit: Unit) -> nn.Module:
-    """A module of a rewritten class, with the weights of the original."""
-    subject = unit.subject
-    args, kwargs = copy.deepcopy(subject.made)
-    module = cls(*args, **kwargs).double().eval()
-    known, state = subject.module.state_dict(), {}
-    for new, names in unit.fused.items():
-        state[new] = torch.cat([known.pop(name) for name in names])
-    for name, value in known.items():
-        head, dot, rest = name.partition(".")
-        moved = [old for old in unit.paths if name == old or name.startswith(f"{old}.")]
-        if moved:
-            name = unit.paths[moved[0]] + name[len(moved[0]) :]
-            head, dot, rest = name.partition(".")
-        state[unit.attributes.get(head, head) + dot + rest] = value
-    module.load_state_dict(state)
+def rename_members(module: nn.Module, names: Dict[str, str]) -> None:
+    for space in (module._modules, module._parameters, module._buffers, module.__dict__):
+        for name in list(space):
+            space[names.get(name, name)] = space.pop(name)
+
+
+def build(cls: type, unit: Unit) -> nn.Module:
+    """A copy of the original that is of a rewritten class."""
+    module = copy.deepcopy(unit.subject.module)
+    for move in unit.moves:
+        move(module, vars(sys.modules[cls.__module__]))
+    rename_members(module, unit.attributes)
+    module.__class__ = cls
     return module
-
-
-def observe(subject: Subject) -> None:
-    """Marks each expression of the class's methods with the types that it has in the calls: the
-    attribute `seen` of its node."""
-    tree = copy.deepcopy(subject.tree)
-    originals = list(ast.walk(subject.tree))
-    for node, original in zip(ast.walk(tree), originals):
-        node.number = id(original)
-    types: dict = {}
-
-    def see(number, value):
-        name = "Tensor" if isinstance(value, torch.Tensor) else type(value).__name__
-        types.setdefault(number, set()).add(name)
-        return value
-
-    unit = Unit(subject)
-    unit.cls = _Watcher().visit(tree)
-    text = unit.source()
-    import builtins as space
-
-    space.__see__ = see
-    try:
-        cls = load(unit, text)
-        run(build(cls, unit), subject, torch.float64)
-        forget(cls)
-    finally:
-        del space.__see__
-    for node in originals:
-        if id(node) in types:
-            node.seen = frozenset(types[id(node)])
-
-
-class _Watcher(ast.NodeTransformer):
-    """Puts a call of __see__ around expressions."""
-
-    def visit_FunctionDef(self, node):
-        if node.name != "__init__":
-            node.body = [self.visit(statement) for statement in node.body]
-        return node
-
-    def visit_ClassDef(self, node):
-        node.body = [self.visit(statement) for statement in node.body]
-        return node
-
-    def visit_AnnAssign(self, node):
-        if node.value is not None:
-            node.value = self.visit(node.value)
-        return node
-
-    def visit_JoinedStr(self, node):
-        return node
-
-    def visit_Call(self, node):
-        if isinstance(node.func, ast.Attribute):
-            node.func.value = self.visit(node.func.value)
-        if isinstance(node.func, ast.Name) and node.func.id == "super":
-            return node
-        node.args = [self.visit(a) for a in node.args]
-        for word in node.keywords:
-            word.value = self.visit(word.value)
-        return self.watched(node)
-
-    def visit_Subscript(self, node):
-        node.value = self.visit(node.value)
-        return self.watched(node)
-
-    def watched(self, node):
-        number = ast.Constant(getattr(node, "number", 0))
-        return ast.Call(ast.Name("__see__", ast.Load()), [number, node], [])
-
-    def generic_visit(self, node):
-        super().generic_visit(node)
-        plain = isinstance(node, ast.expr) and not isinstance(
-            node, (ast.Starred, ast.Slice, ast.Constant, ast.comprehension, ast.GeneratorExp)
-        )
-        if plain and isinstance(getattr(node, "ctx", ast.Load()), ast.Load):
-            return self.watched(node)
-        return node

@@ -1,16 +1,15 @@
 """Is a refactored module still served, and never wrongly?
 
-    python tests/refactors.py [--jobs 2] [--kind mlp ...] [--family llama ...] [--mutants N]
+    python tests/refactors.py [--jobs 2] [--kind mlp ...] [--family llama ...] [--every N]
     python tests/refactors.py --case llama.mlp.temporaries     # its source, and why it is left
     python tests/refactors.py --json FILE
 
 Classes of transformers' models are rewritten, by the functions of refactor_forms.py, so that they
-compute the same: a case counts only if the modules of the new
-class, without the package, give the outputs of the original's. It is then kernelized, with the
-package's reference in a kernel's place, and either served with these outputs, or left alone with a
-reason; all else is WRONG. A mutant is a case with one operator, constant, argument or part changed,
-so that it gives other outputs: a served one must give the mutant's own. Exits with 1 if one is
-WRONG.
+compute the same: a case counts only if the modules of the new class, without the package, give the
+outputs of the original's. It is then kernelized, with the package's reference in a kernel's place,
+and either served with these outputs, or left alone with a reason; all else is WRONG. A trap, and a
+mutant, which differs from the original's class at one place and gives other outputs
+(refactor_traps.py): a served one must give its own. Exits with 1 if one is WRONG.
 """
 
 import argparse
@@ -26,8 +25,7 @@ from typing import Iterator, List, NamedTuple, Optional
 
 import refactor_cases as cases
 import refactor_forms as forms
-import refactor_kda  # noqa: F401 (registers its forms and traps)
-import refactor_mutants
+import refactor_traps as traps
 import torch
 from conftest import load_package, submodule
 
@@ -101,12 +99,18 @@ def served(module):
     return rows[0].reason
 
 
+def dtypes_of(subject) -> tuple:
+    """To compare in. In 16 bits a rounding may send a token of a layer to another expert."""
+    if subject.kind in cases.IN_HALF:
+        return (torch.bfloat16,)
+    routed = any("Experts" in type(m).__name__ for m in subject.module.modules())
+    return (torch.float64, torch.float32 if routed else torch.bfloat16)
+
+
 def examine(module, unit) -> tuple:
     """(state, reason) of a case."""
-    subject = unit.subject
-    half = subject.kind in cases.IN_HALF
-    reason = None
-    for dtype in (torch.bfloat16,) if half else (torch.float64, torch.bfloat16):
+    subject, reason = unit.subject, None
+    for dtype in dtypes_of(subject):
         plain = copy.deepcopy(module).to(dtype)
         twin = copy.deepcopy(plain)
         with everywhere():
@@ -150,53 +154,40 @@ NOT_THIS = (forms.Inapplicable, StopIteration, ValueError, IndexError, Attribute
 
 
 def sample(family: str, kind: str, every: int) -> List[Result]:
-    """Every n-th refactor that is for a kind of class, with a mutant of each, and traps."""
-    subject = next(s for s in cases.Model(family).subjects(cases.KINDS) if s.kind == kind)
-    mine = [n for n, f in forms.REFACTORS.items() if f.kinds is None or kind in f.kinds]
-    options = parsed(["--refactor", *mine[::every]])
-    found = list(results_of(subject, options))
-    return found + list(trap_results(subject, options, every))
+    """Every n-th refactor that is for a kind of class, trap and mutant."""
+    return list(results_of(cases.subject_of(family, kind), parsed(["--every", str(every)])))
 
 
-def trap_results(subject, options, every: int = 1) -> Iterator[Result]:
-    names = list(refactor_mutants.TRAPS)[::every]
-    for label, unit, module in refactor_mutants.traps(subject, options.user, names):
-        name = f"{subject.name}.trap~{label}"
+def refactored(subject, options) -> Iterator[tuple]:
+    """(label, unit, module) of the refactors that are cases."""
+    mine = [n for n, f in forms.REFACTORS.items() if f.kinds is None or subject.kind in f.kinds]
+    for name in options.refactor or mine[:: options.every]:
         try:
-            yield Result(name, subject.kind, *examine(module, unit), True)
-        finally:
-            cases.forget(type(module))
+            unit, module = built(name, subject, options.user)
+        except NOT_THIS as error:
+            if options.verbose and type(error) is not forms.Inapplicable:
+                print(f"    {subject.name}.{name} cannot be made: {first_line(error)}")
+            continue
+        if is_case(module, unit):
+            yield name, unit, module
+        elif options.verbose:
+            print(f"    {subject.name}.{name} is no case: it computes something else")
 
 
 def results_of(subject, options) -> Iterator[Result]:
-    for refactor in forms.REFACTORS:
-        name = f"{subject.name}.{refactor}"
-        if options.refactor and refactor not in options.refactor:
-            continue
-        try:
-            unit, module = built(refactor, subject, options.user)
-        except NOT_THIS as error:
-            if options.verbose and type(error) is not forms.Inapplicable:
-                print(f"    {name} cannot be made: {first_line(error)}")
-            continue
-        try:
-            if not is_case(module, unit):
-                if options.verbose:
-                    print(f"    {name} is no case: it computes something else")
-                continue
-            if not options.mutants_only:
-                yield Result(name, subject.kind, *examine(module, unit))
-        finally:
-            cases.forget(type(module))
-        for label, unit, module in refactor_mutants.mutants(
-            refactor, subject, options.mutants, options.user
-        ):
+    user, every = options.user, options.every
+    wanted = [refactored(subject, options)]
+    if not options.refactor:
+        names = [n for n, f in traps.TRAPS.items() if f.kinds is None or subject.kind in f.kinds]
+        wanted.append(traps.traps(subject, user, names[::every]))
+        wanted.append(traps.mutants(subject, every * options.mutants_every, user))
+    for found in wanted:
+        for label, unit, module in found:
             try:
-                yield Result(f"{name}~{label}", subject.kind, *examine(module, unit), True)
+                name = f"{subject.name}.{label}"
+                yield Result(name, subject.kind, *examine(module, unit), "~" in label)
             finally:
                 cases.forget(type(module))
-    if options.mutants and not options.refactor:
-        yield from trap_results(subject, options)
 
 
 def served_originals(model, kinds) -> Iterator:
@@ -245,17 +236,15 @@ def table(results: List[Result]) -> str:
 
 
 def found(name: str, subject, user: bool):
-    """(unit, module) of a case by the rest of its name: REFACTOR, REFACTOR~N or trap~NAME."""
-    refactor, _, mutation = name.partition("~")
-    if refactor == "trap":
-        return next(
-            pair for label, *pair in refactor_mutants.traps(subject, user) if label == mutation
-        )
-    if not mutation:
-        return built(refactor, subject, user)
-    unit, what = refactor_mutants.mutated(refactor, subject, int(mutation))
-    print(f"# mutated: {what}")
-    return unit, refactor_mutants.built(unit, user)
+    """(unit, module) of a case by the rest of its name: REFACTOR, mutant~N or trap~NAME."""
+    kind, _, label = name.partition("~")
+    if kind == "trap":
+        return next(traps.traps(subject, user, [label]))[1:]
+    if kind == "mutant":
+        unit, what, _ = traps.mutated(subject, int(label))
+        print(f"# mutated: {what}")
+        return unit, traps.built(unit, user)
+    return built(name, subject, user)
 
 
 def show(options) -> int:
@@ -279,8 +268,10 @@ def parsed(arguments=None):
     parser.add_argument("--family", nargs="+", default=cases.FAMILIES)
     parser.add_argument("--refactor", nargs="+", help="these refactors alone")
     parser.add_argument("--case", metavar="NAME", help="shows one, e.g. llama.mlp.temporaries")
-    parser.add_argument("--mutants", type=int, default=1, metavar="N", help="N of each refactor")
-    parser.add_argument("--mutants-only", action="store_true")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="every N-th of all")
+    parser.add_argument(
+        "--mutants-every", type=int, default=1, metavar="N", help="every N-th of the mutants"
+    )
     parser.add_argument(
         "--user", action="store_true", help="the file is a user's, not in transformers"
     )

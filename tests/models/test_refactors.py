@@ -1,7 +1,5 @@
-"""tests/refactors.py on a sample of classes and refactors: none is served with other values, and
-how many of each kind are served at least."""
-
-import collections
+"""tests/refactors.py on a sample of classes: all refactors are served, and no trap or mutant with
+other values than its own."""
 
 import pytest
 import refactors
@@ -10,18 +8,11 @@ import torch
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-# kind: (the family of the class, every n-th refactor, the least share of them that is served)
-SAMPLE = {
-    "mlp": ("phi3", 16, 0.9),
-    "norm": ("gemma2", 17, 0.9),
-    "attention": ("qwen3", 21, 0.85),
-    "layer": ("llama", 13, 0.85),
-    "gdn": ("qwen3_next", 19, 0.8),
-    "kda": ("kimi_linear", 19, 0.9),
-    "experts": ("mixtral", 9, 0.3),
-    "router": ("qwen3_moe", 9, 0.7),
-    "block": ("qwen2_moe", 9, 0.7),
-}
+FAMILY = {  # of a kind's class, and every n-th refactor, trap and mutant
+    "mlp": ("phi3", 7), "norm": ("gemma2", 7), "attention": ("qwen3", 9), "layer": ("llama", 9),
+    "gdn": ("qwen3_next", 15), "kda": ("kimi_linear", 29), "experts": ("mixtral", 6),
+    "router": ("qwen3_moe", 6), "block": ("qwen2_moe", 9),
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -32,32 +23,28 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("kind", SAMPLE)
+@pytest.mark.parametrize("kind", FAMILY)
 def test_refactors(kernel, kind):
-    family, every, least = SAMPLE[kind]
-    results = refactors.sample(family, kind, every)
-    wrong = [result for result in results if result.state == "WRONG"]
-    assert not wrong
+    results = refactors.sample(FAMILY[kind][0], kind, FAMILY[kind][1])
+    assert not [result for result in results if result.state == "WRONG"]
     assert all(result.reason for result in results if result.state == "left")
-    counts = collections.Counter(r.state for r in results if not r.mutant)
-    assert len(counts) and sum(counts.values()) >= 6, "hardly a refactor is a case"
-    assert counts["served"] / sum(counts.values()) >= least, refactors.table(results)
-    assert sum(result.mutant for result in results) >= 4
+    mine = [result for result in results if not result.mutant]
+    assert len(mine) > 2 and len(results) - len(mine) > 3
+    # left: experts' loops, unless they are transformers' own, and what the signature does not name
+    left = [r for r in mine if r.state == "left" and "popped_from_kwargs" not in r.name]
+    assert not left or kind == "experts", refactors.table(results)
 
 
 @pytest.mark.parametrize("family, kind", [("llama", "layer"), ("qwen3", "attention")])
 def test_words_of_functions_inside_of_a_forward(kernel, family, kind):
     """A keyword that only an inner function has a name for is for the class's own forward."""
-    subject = next(iter(refactors.cases.Model(family).subjects((kind,))))
-    names, tried = list(refactors.refactor_mutants.WORDS), 0
-    for name, unit, module in refactors.refactor_mutants.traps(subject, False, names):
-        try:
-            state, reason = refactors.examine(module, unit)
-            assert state != "WRONG", (name, reason)
-            tried += 1
-        finally:
-            refactors.cases.forget(type(module))
-    assert tried == len(names)
+    subject = refactors.cases.subject_of(family, kind)
+    found = list(refactors.traps.traps(subject, False, refactors.traps.WORDS))
+    for name, unit, module in found:
+        state, reason = refactors.examine(module, unit)
+        refactors.cases.forget(type(module))
+        assert state != "WRONG", (name, reason)
+    assert len(found) == len(refactors.traps.WORDS)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "olmo_hybrid"])
@@ -70,8 +57,8 @@ def test_words_of_functions_inside_of_a_forward(kernel, family, kind):
 )
 def test_traps_of_gated_delta_nets(kernel, family, trap, expected):
     """Another scale in 16 bits alone; a cache that a call by its old name leaves empty."""
-    subject = next(iter(refactors.cases.Model(family).subjects(("gdn",))))
-    found = list(refactors.refactor_mutants.traps(subject, False, [trap]))
+    subject = refactors.cases.subject_of(family, "gdn")
+    found = list(refactors.traps.traps(subject, False, [trap]))
     assert len(found) == 1
     _, unit, module = found[0]
     try:
@@ -81,8 +68,7 @@ def test_traps_of_gated_delta_nets(kernel, family, trap, expected):
 
 
 KDA = [  # (family, refactor of a layer with its gate)
-    ("kimi_linear", "everything_renamed"), ("bailing_hybrid", "everything_renamed"),
-    ("glm5_next_text", "everything_renamed"), ("glm5_next_text", "gate_inlined"),
+    ("bailing_hybrid", "everything_renamed"), ("glm5_next_text", "gate_inlined"),
     ("kimi_linear", "gate_read_from_outside"), ("bailing_hybrid", "gate_of_raw_values"),
     ("kimi_linear", "qkv_fused"), ("bailing_hybrid", "qk_fused"),
     ("kimi_linear", "output_gate_and_strength_fused"), ("bailing_hybrid", "formula_for_softplus"),
@@ -92,7 +78,7 @@ KDA = [  # (family, refactor of a layer with its gate)
 @pytest.mark.parametrize("family, refactor", KDA)
 def test_roles_of_kimi_delta_attention(kernel, family, refactor):
     """Whatever names, classes and projections its parts have."""
-    subject = next(iter(refactors.cases.Model(family).subjects(("kda",))))
+    subject = refactors.cases.subject_of(family, "kda")
     unit, module = refactors.built(refactor, subject, False)
     try:
         assert refactors.is_case(module, unit)
@@ -101,29 +87,36 @@ def test_roles_of_kimi_delta_attention(kernel, family, refactor):
         refactors.cases.forget(type(module))
 
 
-@pytest.mark.parametrize("family", ["kimi_linear", "bailing_hybrid", "glm5_next_text"])
-def test_traps_of_kimi_delta_attention(kernel, family):
+TRAPS = {  # of a layer with its gate: those of one kind, each in one family
+    "kimi_linear": [
+        "without_l2_norm", "strength_without_sigmoid", "a_bend_of_the_strength", "decay_halved",
+        "convolution_without_silu", "state_transposed", "cache_of_the_first_layer",
+        "another_width_of_the_cache", "gate_applied_before_the_norm", "a_bend_that_negates",
+        "gate_bent_between_its_projections", "chunks_without_the_state", "gate_patched_afterwards",
+    ],
+    "bailing_hybrid": ["rate_without_exponential", "bound_of_a_constant", "decay_positive"],
+    "glm5_next_text": ["bound_ignored", "bound_doubled", "softplus_that_overflows"],
+}  # fmt: skip
+HARMLESS = ("gate_patched_afterwards",)  # until then
+
+
+@pytest.mark.parametrize("family, trap", [(f, t) for f, names in TRAPS.items() for t in names])
+def test_traps_of_kimi_delta_attention(kernel, family, trap):
     """A layer or a gate that computes something else is left alone, or is another known form."""
-    subject = next(iter(refactors.cases.Model(family).subjects(("kda",))))
-    mutants, left = refactors.refactor_mutants, 0
-    names = [name for name in mutants.TRAPS if name.startswith("kda_")]
-    for name, unit, module in mutants.traps(subject, False, names):
-        try:
-            state, reason = refactors.examine(module, unit)
-            assert state != "WRONG", (name, reason)
-            left += state == "left"
-        finally:
-            refactors.cases.forget(type(module))
-    assert left > 14
+    subject = refactors.cases.subject_of(family, "kda")
+    for _, unit, module in refactors.traps.traps(subject, False, [f"kda_{trap}"]):
+        state, reason = refactors.examine(module, unit)
+        refactors.cases.forget(type(module))
+        assert state == ("served" if trap in HARMLESS else "left"), (state, reason)
+        return
+    pytest.fail("it cannot be made of this family")
 
 
 @pytest.mark.parametrize("user", [False, True])
 def test_a_function_of_torch_that_is_not_listed(kernel, user):
     """It is called, as any is, once the user names the class; unasked, other people's is not."""
-    subject = next(iter(refactors.cases.Model("llama").subjects(("mlp",))))
-    unit = refactors.cases.Unit(subject)
-    refactors.refactor_mutants.put_first(unit, "_x_ = torch.nn.functional.pad(_x_, (0, 0))")
-    module = refactors.cases.build(refactors.cases.load(unit, user=user), unit)
+    subject = refactors.cases.subject_of("llama", "mlp")
+    unit, module = refactors.built("a_function_of_torch", subject, user)
     (row,) = kernel.kernelize(module).rows[:1]
     assert row.reason == (
         "LlamaMLP is no class of transformers: if you know what it computes, name it, "
@@ -138,7 +131,7 @@ def test_a_function_of_torch_that_is_not_listed(kernel, user):
 
 def test_sees_a_wrong_one(kernel, monkeypatch):
     """An activation that gives something else is WRONG, and a refactor that is none is no case."""
-    subject = next(iter(refactors.cases.Model("llama").subjects(("mlp",))))
+    subject = refactors.cases.subject_of("llama", "mlp")
     unit, module = refactors.built("copied", subject, False)
     assert refactors.is_case(module, unit)
     assert refactors.examine(module, unit) == ("served", "")

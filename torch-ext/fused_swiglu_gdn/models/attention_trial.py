@@ -16,6 +16,7 @@ from torch import nn
 from ..attention.reference import qk_norm_rope_fwd, sigmoid_gate_fwd
 from ..layers.attention import Attention, AttentionForm
 from ..layers.norm import NormForm
+from ..layers.own_code import codes_in
 from ..layers.pinned import GIVEN, found_at
 from ..layers.plain import told
 from .attention_learning import (
@@ -85,7 +86,7 @@ def asks_for_attention(kind: type) -> bool:
             for _ in range(20):  # decorators
                 value = getattr(value, "__wrapped__", value)
             code = getattr(value, "__code__", None)
-            if code is not None and "get_interface" in code.co_names:
+            if code is not None and any(["get_interface" in c.co_names for c in codes_in(code)]):
                 return True
     return False
 

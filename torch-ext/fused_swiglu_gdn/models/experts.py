@@ -23,6 +23,7 @@ from ..layers.plain import named_modules, told, why_not_tensor
 from ..runtime.dtypes import HALF
 from .code import Refused
 from .experts_trial import FLAGS, Form, computes
+from .facts import ASK
 from .fp8_experts import (
     form_of_fp8,
     fp8_experts_forward,
@@ -31,7 +32,7 @@ from .fp8_experts import (
     why_not_fp8_here,
 )
 from .mlp import NAMED
-from .pins import Walk, names_in
+from .pins import Walk, is_of, names_in
 from .report import Row
 from .serving import BEFORE, is_of_transformers, say_once, why_not_on
 from .stand_ins import quiet
@@ -160,6 +161,9 @@ def _find(kind: type) -> Tuple[Union[Form, str], Tuple[Pinned, ...]]:
     flags = {**FLAGS, **inspect.getclosurevars(kind.__init__).nonlocals}
     named = kind in _named or None
     forward = code_of(kind, named=named)  # it is tried again when that has changed
+    for function in forward.walk.walked:
+        if ASK & names_in(function.__code__) and not is_of(function.__code__, "transformers"):
+            raise Refused("it asks for attributes by strings", (forward.pins,))
     reason, gate = "its formula is another", None
     forms = [Form(activation=name) for name in (None, *NAMED)]
     if kind._apply_gate is not moe._default_apply_gate:

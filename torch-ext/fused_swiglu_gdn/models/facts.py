@@ -149,6 +149,9 @@ def _properties(kind: type) -> tuple:
 # -- a first run
 
 
+SEEN = "what was asked for"  # in the twin's __dict__: no module has an attribute of this name
+
+
 class _Seen:
     def __init__(self):
         self.attributes: Set[str] = set()
@@ -164,8 +167,8 @@ class Recording:
 
     def __getattribute__(self, name: str):
         attributes = object.__getattribute__(self, "__dict__")
-        if "seen" in attributes:
-            attributes["seen"].attributes.add(name)
+        if SEEN in attributes:
+            attributes[SEEN].attributes.add(name)
         return super().__getattribute__(name)
 
 
@@ -209,7 +212,7 @@ def _first_run(module: nn.Module, kind: type, forward) -> Optional[_Seen]:
                 twin.__dict__[name] = _Spy(name, value, seen)
     widths = [features(p)[0] for p in module._modules.values() if features(p)]
     widths += [shape[-1] for shape in shapes.values() if shape]
-    twin.__dict__["seen"] = seen
+    twin.__dict__[SEEN] = seen
     try:
         with quiet():
             forward(twin, torch.ones(2, 3, max(widths, default=4), dtype=torch.float64))

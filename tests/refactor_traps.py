@@ -1,0 +1,529 @@
+"""Traps: classes that look like those of transformers' models and compute something else in some
+call, or once something that they use is patched; and mutants, which differ at one place."""
+
+import ast
+import copy
+import sys
+from typing import Callable, Dict, Iterator
+
+import mutants as single
+import refactor_cases as cases
+import refactor_forms as forms
+import torch
+from refactor_forms import (
+    GATE,
+    KDA,
+    WITH_CACHE,
+    WRAPPERS,
+    gate_of,
+    method,
+    names_of,
+    need,
+    put_first,
+    rename_arguments,
+    replaced,
+    respelled,
+    statements,
+    whole,
+)
+
+OTHER = 1e-3  # a mutant differs from the original by more, relative to the largest value
+TRAPS: Dict[str, Callable] = {}
+
+
+# ---------------------------------------------------------------------------- mutants
+
+
+class Change(single.Mutation):
+    """Changes the n-th place of a class and its helpers; arguments and parts may be swapped."""
+
+    def __init__(self, n: int, parts: dict):
+        super().__init__(n)
+        self.parts = parts
+
+    def visit_FunctionDef(self, node):
+        if node.name not in ("__init__", "extra_repr"):
+            node.body = [self.visit(statement) for statement in node.body]
+        return node
+
+    def visit_ClassDef(self, node):
+        node.body = [self.visit(statement) for statement in node.body]
+        return node
+
+    def visit_Call(self, node):
+        node = super().visit_Call(node)
+        if isinstance(node, ast.Call) and self.what is None and len(node.args) > 1:
+            if not any(isinstance(a, ast.Starred) for a in node.args[:2]):
+                if self.hit(node, "first arguments swapped"):
+                    node.args[:2] = node.args[1::-1]
+        return node
+
+    def visit_Attribute(self, node):
+        self.generic_visit(node)
+        other = self.parts.get(node.attr)
+        if other and self.hit(node, f"{other} instead"):
+            node.attr = other
+        return node
+
+
+def others(module) -> dict:
+    """{part: the next one of its class} of a module."""
+    groups: dict = {}
+    for name, part in [*module._modules.items(), *module._parameters.items()]:
+        groups.setdefault(type(part), []).append(name)
+    return {a: b for names in groups.values() for a, b in zip(names, names[1:] + names[:1])
+            if a != b}  # fmt: skip
+
+
+def mutated(subject, n: int) -> tuple:
+    """(unit, what was changed, how many places there are) of the class with its n-th changed."""
+    unit = cases.Unit(subject)
+    change = Change(n, others(subject.module))
+    unit.cls = change.visit(unit.cls)
+    return unit, change.what, change.count
+
+
+def mutants(subject, every: int = 1, user: bool = False) -> Iterator[tuple]:
+    """(label, unit, module) of every n-th mutant that gives other outputs than the original."""
+    for n in range(0, mutated(subject, -1)[2], every):
+        unit = mutated(subject, n)[0]
+        module = built(unit, user)
+        if module is not None:
+            yield f"mutant~{n}", unit, module
+
+
+def built(unit, user: bool = False):
+    """The module of a unit, if it runs and gives other outputs than the original."""
+    subject, cls = unit.subject, None
+    half = torch.bfloat16 if subject.kind in cases.IN_HALF else torch.float64
+    try:
+        cls = cases.load(unit, user)
+        module = cases.build(cls, unit)
+        found = cases.run(copy.deepcopy(module), subject, torch.float64, unit)
+        cases.run(copy.deepcopy(module).to(half), subject, half, unit)
+        if cases.difference(found, subject.outputs) > OTHER:
+            return module
+    except Exception:
+        pass
+    if cls is not None:
+        cases.forget(cls)
+    return None
+
+
+# ---------------------------------------------------------------------------- traps
+
+
+def trap(function=None, *, kinds=None, name=None):
+    def keep(function):
+        function.kinds = kinds
+        TRAPS[name or function.__name__] = function
+        return function
+
+    return keep if function is None else keep(function)
+
+
+def traps(subject, user: bool = False, names=None) -> Iterator[tuple]:
+    """(label, unit, module) of every trap for a class. Some are harmless until the class, or a
+    function that it calls, is patched after kernelize."""
+    for name in TRAPS if names is None else names:
+        function, unit, cls = TRAPS[name], cases.Unit(subject), None
+        if function.kinds is not None and subject.kind not in function.kinds:
+            continue
+        try:
+            function(unit)
+            cls = cases.load(unit, user)
+            module = cases.build(cls, unit)
+            cases.run(copy.deepcopy(module), subject, torch.float64, unit)
+        except Exception:
+            if cls is not None:
+                cases.forget(cls)
+            continue
+        yield f"trap~{name}", unit, module
+
+
+CHANGING = {
+    "wrapper_doubles_the_input":
+        "args = (args[0], *(x * 2 for x in args[1:2]), *args[2:])\n"
+        "        kwargs = {n: v * 2 if n == 'hidden_states' else v for n, v in kwargs.items()}",
+    "wrapper_drops_the_mask": "kwargs['attention_mask'] = None",
+    "wrapper_drops_the_cache": "kwargs['past_key_values'] = None",
+    "wrapper_by_the_count": "if len(args) > 1:\n            return function(args[0], args[1] * 2)",
+    "wrapper_in_no_grad": "with torch.no_grad():\n            args = (args[0], *args[1:][::-1])",
+}  # fmt: skip
+DOUBLES = (
+    "result = function(*args, **kwargs)\n        if isinstance(result, tuple):\n"
+    "            return (result[0] * 2, *result[1:])\n        return result * 2"
+)
+
+
+def _register_wrappers():
+    call = "return function(*args, **kwargs)"
+    texts = {name: f"{text}\n        {call}" for name, text in CHANGING.items()}
+    for name, text in {**texts, "wrapper_doubles_the_output": DOUBLES}.items():
+        wrapper = WRAPPERS["pass_through"].replace(call, text)
+        trap(lambda u, wrapper=wrapper: forms.traced(u, wrapper), name=name)
+
+
+_register_wrappers()
+
+FIRST = {
+    "one_row_that_returns": "if _x_.shape[0] == 1:\n    _return_",
+    "one_row_that_scales": "if _x_.shape[0] == 1:\n    _x_ = _x_ * 2",
+    "one_size_that_returns": "if _x_.shape[-2] == 3:\n    _return_",
+    "element_check": "if _x_.flatten()[0] > 0:\n    _x_ = _x_ * 2",
+    "dtype_check_that_scales": "if _x_.dtype == torch.bfloat16:\n    _x_ = _x_ * 2",
+    "scaled_in_evaluation": "if not self.training:\n    _x_ = _x_ * 2",
+    "scaled_without_gradients": "if not torch.is_grad_enabled():\n    _x_ = _x_ * 2",
+    "in_place": "_x_ = _x_.mul(2)\n_x_.add_(1)",
+    "input_scaled_in_place": "_x_ *= 2",
+    "input_written_by_a_function": "torch.mul(_x_, 2, out=_x_)",
+    "input_scaled_in_place_by_an_alias": "alias = _x_.view(_x_.shape)\nalias *= 2",
+    "a_size_that_counts_when_large": "_x_ = _x_ * (1 + _x_.shape[-2] // 8)",
+    "a_larger_size_by_max": "_x_ = _x_ * max(_x_.shape[-2] - 7, 1)",
+    "tokens_check_that_sorts": "if _x_.shape[-2] == 1:\n    _x_ = torch.sort(_x_)[0]",
+    "a_loop_over_sizes": "for i in range(_x_.shape[-2] // 8):\n    _x_ = _x_ * 2",
+    "no_grad_mode": "with torch.no_grad():\n    _x_ = _x_ * 2",
+    "in_autocast": "with torch.autocast('cpu'):\n    _x_ = _x_ @ _x_.mT @ _x_",
+    "a_truth_by_a_value": "_x_ = _x_ if bool(_x_.sum() > 0) else -_x_",
+    "log_that_changes_its_argument": "_x_ = _x_ + 0\nlogging.debug('%s', _x_.mul_(2))",
+    "an_item": "_x_ = _x_ * (_x_.flatten()[0].item() > 0)",
+}  # fmt: skip
+for _name, _text in FIRST.items():
+    trap(forms.first(_text), name=_name)
+
+
+@trap
+def a_flag_that_is_set(unit):
+    forms.has_value(unit, "rescale", True)
+    put_first(unit, "if self.rescale:\n    _x_ = _x_ * 2")
+
+
+@trap
+def a_default_that_scales(unit):
+    forms.add_argument(unit, "scale_by", "2.0")
+    put_first(unit, "_x_ = _x_ * scale_by")
+
+
+# ---------------------------------------------------------------------------- what is set later
+
+
+def patched(owner, name: str, value):
+    """Sets an attribute of a class, or a name of a module; returns what takes it back."""
+    before = vars(owner).get(name, patched)
+
+    def undo():
+        delattr(owner, name) if before is patched else setattr(owner, name, before)
+
+    setattr(owner, name, value)
+    return undo
+
+
+def doubled(function):
+    """The function gives twice what it gave, or a tuple with twice its first element."""
+
+    def double(*args, **kwargs):
+        out = function(*args, **kwargs)
+        return (out[0] * 2, *out[1:]) if isinstance(out, tuple) else out * 2
+
+    return double
+
+
+def of_the_file(cls):
+    return sys.modules[cls.__module__]
+
+
+LATER = {  # what a name or an attribute is, how it is read, and what it is after kernelize
+    "a_module_constant_set_afterwards": ("FACTOR = 1", "_x_ = _x_ * FACTOR", "FACTOR", 2),
+    "a_flag_of_the_module_set_afterwards":
+        ("SCALED = False", "if SCALED:\n    _x_ = _x_ * 2", "SCALED", True),
+    "a_helper_set_afterwards":
+        ("def factor():\n    return 1", "_x_ = _x_ * factor()", "factor", lambda: 2),
+    "a_partial_set_afterwards": (
+        "def scaled(factor, y):\n    return y * factor",
+        "_x_ = functools.partial(scaled, 1)(_x_)", "scaled", lambda factor, y: y * 2),
+    "a_class_constant_set_afterwards": ("factor = 1", "_x_ = _x_ * type(self).factor", "", 2),
+    "a_class_attribute_set_afterwards":
+        ("factor = False", "if self.factor:\n    _x_ = _x_ * 2", "", True),
+    "a_getattr_set_afterwards":
+        ("", "if getattr(self, 'factor', None) is not None:\n    _x_ = _x_ * self.factor", "", 2),
+    "a_hasattr_set_afterwards":
+        ("", "if hasattr(self, 'factor'):\n    _x_ = _x_ * self.factor", "", 2),
+    "a_property_set_afterwards": (
+        "@property\ndef factor(self):\n    return 1", "_x_ = _x_ * self.factor", "",
+        property(lambda self: 2)),
+    "a_staticmethod_set_afterwards": (
+        "@staticmethod\ndef factor(y):\n    return y", "_x_ = self.factor(_x_)", "",
+        staticmethod(lambda y: y * 2)),
+}  # fmt: skip
+# the refactor, whose function is patched after kernelize: of what, and by which name
+PATCHED = {
+    "method": (lambda u: whole(u, "method"), lambda cls: cls, "_compute"),
+    "function": (lambda u: whole(u, "function"), of_the_file, "_compute"),
+    "base": (forms.super_forward, lambda cls: cls.__mro__[1], "forward"),
+    "forward": (forms.copied, lambda cls: cls, "forward"),
+    "mixin": (forms.forward_of_a_mixin, lambda cls: cls.__mro__[1], "forward"),
+    "copied_helper": (forms.helpers_copied, of_the_file, None),
+}
+HELPERS = ("apply_", "rotate_", "torch_")
+
+
+def _register_later():
+    for name, (text, read, of_module, value) in LATER.items():
+
+        def later(unit, text=text, read=read, of_module=of_module, value=value):
+            owner = unit.before if of_module else unit.cls.body
+            owner += statements(text)
+            put_first(unit, read)
+            unit.after = lambda cls: patched(
+                of_the_file(cls) if of_module else cls, of_module or "factor", value
+            )
+
+        trap(later, name=name)
+    for label, (make, owner, name) in PATCHED.items():
+
+        def change(unit, make=make, owner=owner, name=name):
+            make(unit)
+            helper = name or next(n.name for n in unit.before if n.name.startswith(HELPERS))
+            unit.after = lambda cls: patched(
+                owner(cls), helper, doubled(getattr(owner(cls), helper))
+            )
+
+        trap(change, name=f"{label}_patched_afterwards")
+
+
+_register_later()
+
+
+@trap
+def a_wrappers_helper_patched_afterwards(unit):
+    unit.before += statements("""
+def prepare(x):
+    return x
+
+def traced(function):
+    @functools.wraps(function)
+    def wrapper(self, x=None, *args, **kwargs):
+        if x is not None:
+            return function(self, prepare(x), *args, **kwargs)
+        return function(self, *args, **kwargs)
+    return wrapper
+""")
+    unit.forward.decorator_list.insert(0, forms.expression("traced"))
+    unit.after = lambda cls: patched(of_the_file(cls), "prepare", lambda x: x * 2)
+
+
+@trap
+def super_of_another_class(unit):
+    """The class after it in the MRO changes what super() gives."""
+    forms.super_forward(unit)
+    name, x = unit.cls.name, names_of(unit.forward)[1]
+    unit.before += statements(f"""
+class {name}Middle({name}Base):
+    def forward(self, {x}, *args, **kwargs):
+        return super().forward({x} * 2, *args, **kwargs)
+""")
+    unit.cls.bases = [forms.expression(f"{name}Middle")]
+
+
+# ---------------------------------------------------------------------------- words and arguments
+
+WORDS = {  # what is done with a word of **kwargs that is given
+    "a_word_in_kwargs": "if 'factor' in kwargs:\n    _x_ = _x_ * 2",
+    "a_word_with_a_default": "_x_ = _x_ * kwargs.get('factor', 1)",
+    "a_word_popped_with_a_default": "_x_ = _x_ * kwargs.pop('factor', 1)",
+    "a_word_for_a_function": "def scaled(y, factor=1, **more):\n    return y * factor\n"
+                             "_x_ = scaled(_x_, **kwargs)",
+    "a_word_in_a_function": "def scaled(y, **more):\n    return y * more.get('factor', 1)\n"
+                            "_x_ = scaled(_x_, **kwargs)",
+    "a_word_in_a_dict": "words = {'other': 1, **kwargs}\n_x_ = _x_ * words.get('factor', 1)",
+    "any_word": "_x_ = _x_ * 2 if kwargs else _x_",
+}  # fmt: skip
+IGNORING = ("mlp", "norm", "router", "block")
+
+
+def counted(unit, text: str, words: dict) -> None:
+    a = unit.forward.args
+    a.kwarg = a.kwarg or ast.arg("kwargs")
+    put_first(unit, text.replace("kwargs", a.kwarg.arg))
+    unit.words = words
+
+
+for _name, _text in WORDS.items():
+    trap(lambda u, text=_text: counted(u, text, {"factor": 2}), name=_name,
+         kinds=("mlp", "norm", "layer", "attention"))  # fmt: skip
+# one word, as a trial may give, is the factor that changes nothing
+trap(lambda u: counted(u, "_x_ = _x_ * len(kwargs)", {}), kinds=("layer", "attention"),
+     name="a_factor_by_the_count_of_words")  # fmt: skip
+trap(lambda u: counted(u, "_x_ = _x_ * (1 + len(kwargs))", {"something": 1}),
+     name="an_unknown_word_that_counts")  # fmt: skip
+for _name, (_text, _words) in {  # a word that the attention function or nobody reads
+    "a_word_that_is_popped": ("_kwargs_.pop('is_causal', None)", {"is_causal": False}),
+    "a_word_that_is_read": (
+        "if _kwargs_.get('double', False):\n    _x_ = _x_ * 2", {"double": True}),
+    "a_word_that_is_set": ("_kwargs_['is_causal'] = False", {}),
+}.items():  # fmt: skip
+    trap(lambda u, text=_text, words=_words: (put_first(u, text), u.words.update(words)),
+         kinds=("attention",), name=_name)  # fmt: skip
+
+
+@trap(kinds=IGNORING)
+def a_new_argument_that_is_given(unit):
+    forms.new_argument_behind_a_branch(unit)
+    unit.words = {"scale_by": 2.0}
+
+
+@trap(kinds=IGNORING)
+def an_ignored_argument_that_is_given(unit):
+    """Which changes nothing: to be served, or left alone, but never a TypeError."""
+    forms.add_argument(unit, "output_router_logits", "False")
+    unit.words = {"output_router_logits": True}
+
+
+def old_and_new_keyword(renamed):
+    """The old name of the cache with None beside the new one."""
+
+    def change(unit):
+        renamed(unit)
+        unit.words = {old: None for old in unit.calls_old.pop().values()}
+
+    return change
+
+
+trap(old_and_new_keyword(forms.cache_renamed_deprecated), kinds=WITH_CACHE,
+     name="old_and_new_keyword")  # fmt: skip
+trap(old_and_new_keyword(forms.cache_renamed_own_decorator), kinds=WITH_CACHE,
+     name="old_and_new_keyword_own_decorator")  # fmt: skip
+
+
+@trap(kinds=WITH_CACHE)
+def old_keyword_without_decorator(unit):
+    """It travels on in kwargs, and the cache stays empty."""
+    rename_arguments(unit, {"past_key_values": "cache", "cache_params": "cache"})
+    unit.arguments = {old: new for old, new in unit.arguments.items() if new != "cache"}
+
+
+# ---------------------------------------------------------------------------- of one kind
+
+CALLS = {  # (kinds, what is found in the text of the forward, what stands there then)
+    "cache_of_another_layer":
+        (("attention",), r"(update\(.*)self\.layer_idx", r"\1self.layer_idx + 1"),
+    "cache_of_the_first_layer":
+        (("attention",), r"(update\(.*)self\.layer_idx", r"\g<1>0 if self.layer_idx else 1"),
+    "keys_twice": (
+        ("attention",), r"update\(key_states, value_states", "update(key_states, key_states"),
+    "keys_scaled_for_the_cache": (("attention",), r"update\(key_states", "update(key_states * 2"),
+    "keys_flipped_after_the_cache": (
+        ("attention",), r"^( +)(key_states, value_states = .*update\(.*)$",
+        r"\1\2\n\1key_states = key_states.flip(2)"),
+    "tables_swapped": (
+        ("attention",), "cos, sin = position_embeddings", "sin, cos = position_embeddings"),
+    "eager_in_place_of_another": (
+        ("attention",), r"^( +)attention_interface.* = .*get_interface\(.*$",
+        r"\1attention_interface = eager_attention_forward"
+        r"\n\1if self.config._attn_implementation == 'eager':"
+        r"\n\1    attention_interface = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]"),
+}  # fmt: skip
+for _name, (_kinds, _old, _new) in CALLS.items():
+    trap(lambda u, old=_old, new=_new: respelled(u.forward, old, new), kinds=_kinds, name=_name)
+OF_A_KIND = {
+    "tables_reversed": (("layer",), "position_embeddings = position_embeddings[::-1]"),
+    "mask_left_out": (("attention", "layer", "gdn", "kda"), "attention_mask = None"),
+    "weights_turned": (("experts",), "top_k_weights = top_k_weights.flip(-1)"),
+    "ids_turned": (("experts",), "top_k_index = top_k_index.flip(-1)"),
+    "weights_not_applied": (("experts",), "top_k_weights = torch.ones_like(top_k_weights)"),
+    "router_that_adds_noise_of_its_input": (("router",), "_x_ = _x_ + _x_.sum(-1, keepdim=True)"),
+}
+for _name, (_kinds, _text) in OF_A_KIND.items():
+    trap(forms.first(_text), kinds=_kinds, name=_name)
+
+
+@trap(kinds=("layer",))
+def roles_swapped(unit):
+    """Mask and positions change their places in the signature."""
+    forms.rename(unit.forward, {"attention_mask": "position_ids", "position_ids": "attention_mask"})
+
+
+@trap(kinds=("mlp",))
+def parts_swapped_by_new_names(unit):
+    """Gate and up, after a renaming, change their places."""
+    need({"gate_proj", "up_proj"} <= unit.subject.module._modules.keys())
+    forms.rename_attributes(unit, {"gate_proj": "w3", "up_proj": "w1"})
+    for node in ast.walk(unit.forward):
+        if isinstance(node, ast.Attribute) and node.attr in ("w1", "w3"):
+            node.attr = {"w1": "w3", "w3": "w1"}[node.attr]
+
+
+STRENGTH = "torch.sigmoid(self.b_proj(hidden_states))"
+STATE = "last_recurrent_state.to(torch.float32)"
+SOFTPLUS = "torch.where(g > 20.0, g, torch.log(1.0 + torch.exp(g)))"
+OF_KDA = {  # (in the layer, or in its gate), what is replaced by what
+    "without_l2_norm": ("layer", "True", "False"),
+    "strength_without_sigmoid": ("layer", STRENGTH, "self.b_proj(hidden_states)"),
+    "strength_up_to_two": ("layer", STRENGTH, f"2 * {STRENGTH}"),
+    "a_bend_of_the_strength": (
+        "layer", STRENGTH, f"torch.where(self.b_proj(hidden_states) > 50.0, 0.0, {STRENGTH})"),
+    "convolution_without_silu": ("layer", "self.activation", "None"),
+    "convolution_of_other_taps":
+        ("layer", "self.conv1d.weight.squeeze(1)", "self.conv1d.weight.squeeze(1) * 2"),
+    "keys_and_queries_swapped": ("layer", "key.view(hidden_shape)", "query.view(hidden_shape)"),
+    "state_of_another_dtype": ("layer", STATE, STATE.replace("float32", "bfloat16")),
+    "state_transposed": ("layer", STATE, f"{STATE}.transpose(-1, -2)"),
+    "state_scaled": ("layer", STATE, f"{STATE} * 0.5"),
+    "cache_of_the_first_layer": ("layer", "self.layer_idx", "0"),
+    "another_width_of_the_cache": ("layer", "self.conv_kernel_size", "self.conv_kernel_size + 1"),
+    "gate_of_the_output_first": (
+        "layer", "self.o_norm(core_attn_out, gate)", "self.o_norm(gate, core_attn_out)"),
+    "gate_applied_before_the_norm": (
+        "layer", "self.o_norm(core_attn_out, gate)",
+        "self.o_norm(core_attn_out * torch.sigmoid(gate), gate)"),
+    "decay_halved": ("layer", GATE, f"{GATE} / 2"),
+    "gate_of_other_tokens": ("layer", GATE, GATE.replace("states", "states.flip(1)")),
+    "decay_positive": ("gate", "-decay_rate", "decay_rate"),
+    "decay_without_bias": ("gate", "self.dt_bias.float().view(1, 1, -1)", "0.0"),
+    "rate_without_exponential": ("gate", "torch.exp(A_log)", "A_log"),
+    "a_bend_of_softplus_that_no_trial_reaches": ("gate", "g > 20.0", "g > 2000.0"),
+    "a_bend_that_negates": ("gate", SOFTPLUS, SOFTPLUS.replace(", g,", ", -g,")),
+    "softplus_that_overflows": ("gate", SOFTPLUS, "torch.log(1.0 + torch.exp(g))"),
+    "bound_ignored": ("gate", "self.safe_gate_lower_bound is not None", "False"),
+    "bound_of_a_constant": ("gate", "self.lower_bound", "-4.0"),
+    "bound_doubled": ("gate", "self.safe_gate_lower_bound", "2 * self.safe_gate_lower_bound"),
+    "gate_bent_between_its_projections":
+        ("gate", "self.f_b_proj(self.f_a_proj(hidden_states))",
+         "self.f_b_proj(torch.tanh(self.f_a_proj(hidden_states)))"),
+}  # fmt: skip
+
+
+def _register_kda() -> None:
+    for name, (where, old, new) in OF_KDA.items():
+
+        def change(unit, where=where, old=old, new=new):
+            gate = gate_of(unit)
+            replaced(unit.forward if where == "layer" else method(gate, "forward"), old, new)
+
+        trap(change, kinds=KDA, name=f"kda_{name}")
+
+
+_register_kda()
+
+
+@trap(kinds=KDA)
+def kda_chunks_without_the_state(unit):
+    """A prompt after a cache does not go on from its state."""
+    replaced(unit.forward, "recurrent_state is not None and seq_len == 1", "seq_len == 1")
+    for node in ast.walk(unit.forward):
+        if isinstance(node, ast.Call) and "chunk_kimi" in ast.unparse(node.func):
+            for word in node.keywords:
+                if word.arg == "initial_state":
+                    word.value = ast.Constant(None)
+
+
+@trap(kinds=KDA)
+def kda_gate_patched_afterwards(unit):
+    gate_of(unit)
+
+    def after(cls):
+        gate = vars(of_the_file(cls))["ForgetGate"]
+        plain = gate.forward
+        return patched(gate, "forward", lambda self, *args: plain(self, *args) * 0.5)
+
+    unit.after = after
