@@ -303,7 +303,7 @@ def compiled(module, backend="aot_eager_decomp_partition"):
 
 @on_every_device
 @pytest.mark.parametrize(  # training traces the same forward, with gradients of its operators
-    "name, training", [("qwen3_5_text", True), ("qwen3_next", True), ("olmo_hybrid", False)]
+    "name, training", [("qwen3_5_text", True), ("qwen3_next", False), ("olmo_hybrid", False)]
 )
 def test_compiles_in_one_graph(kernel, device, name, training):
     """The kernelized GDN layer, and one MLP of all: one graph, the same values and gradients."""
