@@ -380,6 +380,9 @@ for name, make in ((STEPS, rule), ("fused_recurrent_kda", channels)):
             num_accepted_tokens=lambda draw, B, T, x: torch.full((B,), max(T - 1, 1)),
         ), grads=(), rows=(), written=("initial_state",),
     )  # fmt: skip
+form("chunk_kda", "bounded", with_more(
+    lambda *a: raw(*a, make=channels), lower_bound=-5.0,
+), grads=RAW)  # fmt: skip
 form(CHUNK, "kept", with_more(raw, recompute=False, allow_neg_eigval=True), grads=RAW)
 form("causal_conv1d_fn", "plain", with_more(
     convolution, "initial_states", "return_final_states", "bias", "activation",
@@ -419,7 +422,8 @@ form("fused_experts", "recompute", with_more(experts, recompute=True, activation
 form("fused_topk", "sigmoid", with_more(
     topk, scoring="sigmoid", renormalize=False, scale=2.5, bias=lambda draw, B, T, x: draw(8),
 ), grads=("logits",), wide=("bias",))  # fmt: skip
-form("fused_topk", "gradients", topk, grads=("logits",))
+# the gradient of weights that add up to 1 is of differences
+form("fused_topk", "gradients", topk, grads=("logits",), factor=2)
 form("fused_topk", "groups", with_more(
     topk, n_group=4, topk_group=2, bias=lambda draw, B, T, x: draw(8),
 ), grads=("logits",), wide=("bias",))  # fmt: skip
@@ -428,6 +432,11 @@ form("fused_qk_norm_rope", "interleaved", with_more(
     interleaved=True, offset=0.5, norm="all", q_weight=lambda draw, B, T, x: draw(64),
     k_weight=lambda draw, B, T, x: draw(32),
 ))  # fmt: skip
+form("fused_qk_norm_rope", "pairs", with_more(
+    rotary, cos=lambda draw, B, T, x: draw(B, T, 3, 2), sin=lambda draw, B, T, x: draw(B, T, 3, 2),
+    interleaved=True, offset=0.5,
+))  # fmt: skip
+form("fused_qk_norm_rope", "norms", with_more(rotary, "cos", "sin"), rows=("q", "k"))
 form("fused_qk_norm_rope", "plain", with_more(rotary, "cos", "sin", "q_weight", "k_weight"),
      grads=("q", "k"), rows=("q", "k"))  # fmt: skip
 form("fused_qk_norm_rope", "caches", with_more(

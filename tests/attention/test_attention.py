@@ -98,23 +98,6 @@ def test_interleaved_is_transformers(kernel, module, turn):
         assert_close(a, b.transpose(1, 2))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("norm", ["head", "all"])
-@pytest.mark.parametrize("angles", [0, 1, 2])
-def test_gradient_of_the_reference(shape, norm, angles):
-    x = {n: wide(t) for n, t in problem(*shape, norm=norm, rows=shape[0], angles=angles).items()}
-    names = ("q", "k", "q_weight", "k_weight")
-    leaves = [x[name].detach().requires_grad_() for name in names]
-    y = attention.fused_qk_norm_rope(**{**x, **dict(zip(names, leaves))}, offset=0.5)
-    d = [normal(*t.shape, seed=9, dtype=torch.float64) for t in y]
-    want = torch.autograd.grad(y, leaves, d)
-    options = submodule("attention.call").QkOptions(1e-6, 0.5, norm == "all", angles > 0)
-    tensors = (x["q"], x["k"], x["cos"], x["sin"], x["q_weight"], x["k_weight"])
-    found = reference.qk_norm_rope_bwd(*d, *tensors, *options)
-    for a, b in zip(found, want):
-        assert_close(a, b)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("T", [0, 1, 3])
 def test_caches_are_written_at_the_position(kernel, device, T):

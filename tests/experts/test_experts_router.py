@@ -138,22 +138,6 @@ def test_gradients(options, dtype, device):
 
 
 @compiled
-@pytest.mark.parametrize("device", DEVICES)
-def test_autograd(kernel, device):
-    logits, K, _ = problem(9, 40, 4, device=device)
-    mine, theirs = (logits.clone().requires_grad_() for _ in range(2))
-    dweights = torch.randn(9, 4, device=device)
-    kernel.fused_topk(mine, K)[0].backward(dweights)
-    by_torch(theirs, K, None)[0].backward(dweights)
-    assert_close(mine.grad, theirs.grad)
-    torch._dynamo.reset()
-    traced = torch.compile(kernel.fused_topk, fullgraph=True, backend="aot_eager")
-    again = logits.clone().requires_grad_()
-    traced(again, K)[0].backward(dweights)
-    assert_close(again.grad, mine.grad)
-
-
-@compiled
 def test_too_many_experts_for_a_program():
     """Forward and gradient, which an operator computes by the same means."""
     for E, K, served in ((1024, 64, True), (1025, 2, False), (200, 65, False)):

@@ -3,7 +3,7 @@ gradients; arguments."""
 
 import pytest
 import torch
-from conftest import assert_close, relative_error, submodule
+from conftest import assert_close
 from kda_problems import GATES, kda_inputs
 
 RULES = ("chunk_kda", "fused_recurrent_kda")
@@ -135,42 +135,3 @@ def test_steps_in_a_pool(kernel):
     assert_close(o[[0, 2]], want[[0, 2]])
     assert_close(pool[[2, 1]], S[[0, 2]])
     assert torch.equal(pool[[0, 3]], before[[0, 3]])
-
-
-# ---- gradients
-
-
-@pytest.mark.parametrize("gates", GATES)
-@pytest.mark.parametrize("raw", [None, "softplus", "bounded"])
-def test_gradient_written_out(kernel, gates, raw):
-    """What kda/reference/backward.py says is what autograd finds through the recurrence."""
-    if raw and gates != "slow":
-        pytest.skip("gates are raw: there is one kind of them")
-    calls, by_hand = submodule("kda.call"), submodule("kda.reference.backward")
-    x = doubles(1, 147, 1, 2, 16, 8, gates=gates)
-    more = {"A_log": None, "dt_bias": None}
-    bound = -5.0 if raw == "bounded" else None
-    if raw:
-        x["g"] = 2 * torch.randn_like(x["g"])
-        more = {"A_log": torch.tensor([-1.0, 0.5]), "dt_bias": torch.linspace(-2, 22, 32)}
-        more = {name: y.double() for name, y in more.items()}
-    cu = torch.tensor([0, 66, 66, 147])
-    state = torch.randn(3, 2, 16, 8, dtype=torch.float64)
-    x.update(more, initial_state=state)
-    leaves = [y.requires_grad_() for y in x.values() if y is not None]
-    options = {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
-    if raw:
-        options.update(use_gate_in_kernel=True, lower_bound=bound, use_beta_sigmoid_in_kernel=True)
-    o, final = kernel.fused_recurrent_kda(**x, cu_seqlens=cu, **options)
-    do, dS = torch.randn_like(o), torch.randn_like(final)
-    wanted = torch.autograd.grad((o, final), leaves, (do, dS))
-    given = calls.KdaOptions(0.25, True, bool(raw), False, False, True, None, 0, bound)
-    call = calls.KdaBackward(**x, cu_seqlens=cu, do=do, d_final_state=dS, options=given)
-    with torch.no_grad():
-        found = [y for y in by_hand.kda_chunk_bwd(call) if y is not None]
-    assert len(found) == len(wanted)
-    for a, b in zip(found, wanted):  # dA_log is a sum whose terms cancel: 1e-15 of them
-        assert a.shape == b.shape and relative_error(a, b) < 1e-10
-    again = torch.autograd.grad(kernel.chunk_kda(**x, cu_seqlens=cu, **options), leaves, (do, dS))
-    for a, b in zip(again, wanted):
-        assert relative_error(a, b) < 1e-10

@@ -106,7 +106,7 @@ class Problems:
         x["initial_state"] = torch.randn(B, HV, K, V, device=self.device)
         self.check(prompt(x, use_qk_l2norm=True))
 
-    @pytest.mark.parametrize("T", [1, 7, 63, 64, 130])
+    @pytest.mark.parametrize("T", [1, 64, 130] if INTERPRETING else [1, 7, 63, 64, 130])
     def test_lengths(self, T):
         x = kda_inputs(2, T, 1, 1, 16, 24, DTYPES[0], "slow", device=self.device)
         self.check(prompt(x, use_qk_l2norm=True))
