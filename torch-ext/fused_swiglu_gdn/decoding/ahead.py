@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from .graph_rules import CACHE_NAMES
-from .late import InPlace, take_back
+from .in_place import InPlace, take_back
 
 MASKS, UTILS = "transformers.masking_utils", "transformers.generation.utils"
 PREPARE = "prepare_inputs_for_generation"

@@ -12,9 +12,8 @@ import functools
 import inspect
 import math
 import sys
-import weakref
 from collections import deque
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any, Callable, Optional
 
 import torch
@@ -23,6 +22,7 @@ from torch import nn
 from .capture import Graph
 from .choosing import GLOBALS, Choice, choice_of, hands_on
 from .graph_rules import why_not_cache
+from .in_place import InPlace
 from .static_cache import TooLong, check_length, with_static_cache
 
 UTILS = "transformers.generation.utils"
@@ -49,50 +49,6 @@ PROCESSORS = {
 }  # fmt: skip
 LENGTH, EOS = "MaxLengthCriteria", "EosTokenCriteria"  # the host knows the length by itself
 CRITERIA = {LENGTH, "MaxTimeCriteria", EOS, "StopStringCriteria"}
-
-
-class InPlace:
-    """Replaces a method of a model.
-
-    A copy of a model gets a replacement of its own; a pickle of a model has the model's own method.
-    """
-
-    name = ""  # of the method
-
-    def __init__(self, model: nn.Module):
-        self.of = weakref.ref(model)
-
-    @property
-    def model(self) -> nn.Module:
-        model = self.of()
-        if model is None:
-            raise RuntimeError(
-                "the model is gone: keep it, and call kernelize(copy, cuda_graphs=True) for a copy"
-            )
-        return model
-
-    def __deepcopy__(self, memo):
-        model = memo.get(id(self.of()))
-        return self if model is None else type(self)(model)
-
-    def __reduce__(self):
-        return getattr, (self.model, self.name)
-
-    @classmethod
-    def is_own(cls, module: nn.Module, value: object) -> bool:
-        """True for the module's own method, which a pickle has in the place of a replacement."""
-        own = getattr(type(module), cls.name, None)
-        return isinstance(value, MethodType) and value.__self__ is module and value.__func__ is own
-
-
-def take_back(module: nn.Module, kind: type) -> bool:
-    """Restores a module's own method if a replacement of this kind is set on it, or what a pickle
-    has in its place; returns whether it was a replacement."""
-    value = module.__dict__.get(kind.name)
-    found = isinstance(value, kind)
-    if found or value is not None and kind.is_own(module, value):
-        delattr(module, kind.name)
-    return found
 
 
 class Generate(InPlace):

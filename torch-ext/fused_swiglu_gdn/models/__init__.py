@@ -1,6 +1,6 @@
 """Recognises modules of models and replaces their forwards: directly, or through `kernels`."""
 
-from ..decoding.graphs import graphed_step
+from ..decoding.graphed_step import graphed_step
 from .apply import kernelize, restore
 from .experts import register_experts
 from .hub import decorate, layer_mapping
