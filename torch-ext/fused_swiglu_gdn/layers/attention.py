@@ -48,7 +48,6 @@ class AttentionForm(NamedTuple):
     pinned: Pinned
     guards: Tuple[Tuple[str, object], ...]
     arguments: Arguments
-    checks: Tuple[Callable, ...]  # (module, arguments by name) -> whether a call is one of ours
     tables: Optional[str]  # the argument that is cos and sin
     cache: Optional[str]  # the argument that is updated
     mask: Optional[str]

@@ -46,7 +46,6 @@ class LayerForm(NamedTuple):
     pinned: Pinned
     guards: Tuple[Tuple[str, object], ...]
     arguments: Arguments
-    checks: Tuple[Callable, ...]  # (module, arguments by name) -> whether a call is one of ours
     order: Order
     scale: Optional[str]  # the attribute by which what is added is multiplied
     mixer: Call

@@ -27,7 +27,7 @@ def forward_by(form, serve: Callable, name: str, compiled: Optional[bool] = None
     """serve(module, hidden states, arguments by name, those that have none), or the class's own
     forward where no kernel may serve, for calls that no trial has made, and where that is None.
     `compiled`: serve finds out itself who may, also where torch compiles, or only where not."""
-    kind, checks = form.kind, form.checks
+    kind = form.kind
     positional, names, required, more, hidden, fixed, own = form.arguments
     place = positional.index(hidden) if hidden in positional else len(positional)
     count = len(positional)
@@ -47,9 +47,6 @@ def forward_by(form, serve: Callable, name: str, compiled: Optional[bool] = None
                 return kind.forward(self, *args, **kwargs)
         for argument, default in fixed:
             if argument in given and not is_same(given[argument], default):
-                return kind.forward(self, *args, **kwargs)
-        for check in checks:
-            if not check(self, given):
                 return kind.forward(self, *args, **kwargs)
         rest = {}
         for argument in given:

@@ -7,8 +7,7 @@ Sizes: B batch, T tokens, H heads of q and k, HV heads of v, K and V head dims,
 D = 2 H K + HV V channels of the convolution, W its taps.
 """
 
-import functools
-from typing import Callable, Dict, FrozenSet, NamedTuple, Optional, Tuple
+from typing import Callable
 
 import torch
 from torch import nn
@@ -19,120 +18,13 @@ from ..gdn_layer import api as gdn_layer
 from ..gdn_layer.ops_fp8 import DECODE_QUANTISE, NORM_QUANTISE
 from ..gdn_layer.ops_fused import DECODE, PROLOGUE
 from ..runtime.activations import OF_CONVOLUTION, OF_GATED_NORM, SAME
-from .forward import Arguments, forward_by
 from .fp8 import out as fp8_out
 from .fp8.linear import multiplied
 from .fp8.weights import FORMS as FP8_FORMS
 from .functions import is_gated_norm, lengths_of, named_activation, normed_and_gated, packed_lengths
-from .pinned import Pinned, holds
-from .plain import PLAIN_TENSORS
+from .gdn_form import patch_of
 from .projections import projections
 from .replay import held_states
-
-OLD_CACHE = "cache_params"  # what transformers called the cache before 5.24
-CACHE_NAMES = ("cache", "cache_params", "past_key_values")  # of a layer's argument
-
-
-class Known(NamedTuple):
-    """The properties that identify the forward of a class."""
-
-    pinned: Pinned  # what a patch could replace
-    own: FrozenSet[str]  # keywords that it does not know, or takes for others
-
-
-KNOWN: Dict[type, Known] = {}  # by the classes whose modules are served
-
-
-class GdnForm(NamedTuple):
-    """A class of transformers' Gated DeltaNet layers that one of ours computes the same."""
-
-    ours: type
-    kind: type
-    arguments: Arguments
-    cache: Optional[str]  # the names of its arguments
-    mask: Optional[str]
-    guards: Tuple[Tuple[str, object], ...]  # attributes on which its forward depends, not ours
-    checks: Tuple[Callable, ...]  # (module, arguments by name) -> whether the call is for ours
-    view: Tuple[Tuple[str, Optional[str], object], ...]  # (our attribute, its own, or else a value)
-
-
-@functools.cache
-def _own_class(kind: type, ours: type) -> Optional[type]:
-    """Returns the class whose forward stands behind ours in a class that is served."""
-    for base in kind.__mro__:
-        members = vars(base)
-        if "served_as" in members:
-            return base.__bases__[1]
-        if members.get("forward", ours.forward) is not ours.forward:
-            return base
-    return None
-
-
-@functools.lru_cache(maxsize=1024)
-def forward_of(form: GdnForm) -> Callable:
-    """The forward of a layer of ours for the modules of a class, with their names for what it is
-    given and for what it reads: those are properties of the class that is served."""
-    ours, kind, guards, cache, mask = form.ours, form.kind, form.guards, form.cache, form.mask
-    positional, _, required, more, hidden, fixed, own = form.arguments
-    usual = more and (hidden, mask) == ("hidden_states", "attention_mask")
-    usual = usual and positional == (hidden, cache, mask) and not (required or fixed)
-    usual = usual and own.isdisjoint(positional)
-    if usual and not (guards or form.checks or form.view):
-        if cache in (OLD_CACHE, "cache"):
-            return _usual(ours, kind, "cache" if cache == OLD_CACHE else OLD_CACHE)
-
-    def serve(self, x, given, rest):
-        if not isinstance(x, torch.Tensor) or x.ndim != 3:
-            return None
-        if guards and not holds(self, guards):
-            return None
-        return ours.forward(self, x, given.get(cache), given.get(mask), **rest)
-
-    forward = forward_by(form, serve, ours.__name__, compiled=not form.checks)
-    forward.view = {n: value if own is None else _named(own) for n, own, value in form.view}
-    return forward
-
-
-def _named(own: str) -> property:
-    return property(lambda layer: getattr(layer, own))  # torch.compile traces no attrgetter
-
-
-def _usual(ours: type, kind: type, other: str) -> Callable:
-    """Our forward for the layers of a class; the class's own for calls without hidden states, and
-    those that give the cache twice, or by a name which that takes for nothing or for an old one."""
-
-    def forward(self, *args, **kwargs):
-        x = args[0] if args else kwargs.get("hidden_states")
-        odd = other in kwargs or len(args) > 1 and "cache" in kwargs
-        if odd or not isinstance(x, torch.Tensor) or x.ndim != 3:
-            if kwargs.get("cp_context") is None:
-                return kind.forward(self, *args, **kwargs)
-        found = ours.forward(self, *args, **kwargs)
-        return kind.forward(self, *args, **kwargs) if found is None else found
-
-    forward.__wrapped__ = kind.forward  # whose arguments inspect and torch.fx then find
-    forward.__qualname__ = f"{ours.__name__}.forward"
-    return forward
-
-
-def _patch(layer, ours: type, kwargs: dict) -> Optional[Callable]:
-    """The forward of the layer's own class, if that or what it calls was patched since kernelize,
-    if it knows one of the keywords by another name, or if the layer's weights are sharded in this
-    call.
-
-    A patch of a class or a module of transformers is meant to count.
-    """
-    if torch.compiler.is_compiling():
-        return None
-    own = _own_class(type(layer), ours)
-    plain = type(layer.A_log) in PLAIN_TENSORS and type(layer.conv1d.weight) in PLAIN_TENSORS
-    known = KNOWN.get(own)
-    same = known is None or known.own.isdisjoint(kwargs) and known.pinned.unchanged(layer)
-    if plain and same:
-        return None
-    if kwargs.get("cp_context") is not None:
-        raise ValueError("cp_context must not be given to a layer that is patched or sharded")
-    return own.forward
 
 
 class _Sequences:
@@ -302,7 +194,7 @@ def _layer(layer, ours: type, project: Callable, norm: str, out: str, given, mas
     is up to 2."""
     x, cache = given
     cache = kwargs.pop("cache", cache)  # of either name
-    patch = _patch(layer, ours, kwargs)
+    patch = patch_of(layer, ours, kwargs)
     if patch is not None:
         if hasattr(type(layer), "served_as"):
             return None  # its forward hands the call on as it was given

@@ -75,7 +75,7 @@ def _recognised(kind: type) -> Optional[NormForm]:
         return None
     roundings = (("llama", 0.0), ("gemma", 0.0), ("gemma", 1.0))
     for name, (mode, offset) in itertools.product(("variance_epsilon", "eps"), roundings):
-        form = NormForm(kind, pinned, (), (), "", "weight", name, mode, offset)
+        form = NormForm(kind, pinned, (), "", "weight", name, mode, offset)
         try:
             with torch.no_grad(), torch.autocast("cpu", enabled=False):
                 if _agrees(forward, form):

@@ -67,7 +67,6 @@ class KdaForm(NamedTuple):
     arguments: Arguments
     cache: Optional[str]  # the names of its arguments
     mask: Optional[str]
-    checks: Tuple[Callable, ...]  # (module, arguments by name) -> whether the call is for ours
     owners: Tuple[Owner, ...]
     roles: Roles
 

@@ -38,7 +38,6 @@ class LatentForm(NamedTuple):
     pinned: Pinned
     guards: Tuple[Tuple[str, object], ...]
     arguments: Arguments
-    checks: Tuple[Callable, ...]  # (module, arguments by name) -> whether a call is one of ours
     tables: Optional[str]  # the argument that is cos and sin, or both as one complex tensor
     cache: Optional[str]  # the argument that is updated
     mask: Optional[str]

@@ -74,13 +74,12 @@ class Peeled(NamedTuple):
 
     forward: object
     wrappers: Tuple[tuple, ...] = ()  # keys of WRAPPERS
-    renamed: FrozenSet[str] = frozenset()  # keywords that a decorator takes for others
     hooked: FrozenSet[str] = frozenset()  # parts whose hooks a decorator calls
 
 
 def peeled(forward) -> Peeled:
     """Takes transformers' own decorators off a forward, in whatever order they are."""
-    wrappers, renamed, hooked = [], set(), set()
+    wrappers, hooked = [], set()
     while getattr(forward, "__closure__", None):
         key = forward.__globals__.get("__name__"), forward.__code__.co_name
         if key not in WRAPPERS or not is_in_its_file(forward, key[0]):
@@ -88,11 +87,9 @@ def peeled(forward) -> Peeled:
         cells = cells_of(forward)
         if key == HOOKS:
             hooked.update(cells.get("child_module_names"))
-        if key == RENAMES:
-            renamed.add(cells.get("old_name"))
         wrappers.append(key)
         forward = cells.get(WRAPPERS[key])
-    return Peeled(forward, tuple(wrappers), frozenset(renamed), frozenset(hooked))
+    return Peeled(forward, tuple(wrappers), frozenset(hooked))
 
 
 def undispatched(value):
@@ -192,23 +189,3 @@ def own_code(kind: type) -> Tuple[FunctionType, Pinned]:
     if not plain.__globals__["__name__"].startswith("transformers.models."):
         raise NotOwn("is not that of a model of transformers")
     return plain, Pinned(((namespace, "forward", namespace["forward"]), *names), ())
-
-
-def torchs_own(function: FunctionType) -> Pinned:
-    """Pins the names in a function's code that are found in its module and in torch.
-
-    `patched` says which of torch's functions is replaced at present, if any.
-    """
-    names = sorted({name for code in codes_in(function.__code__) for name in code.co_names})
-    spaces = function.__globals__, vars(torch), vars(F)
-    values = tuple(
-        (space, name, space[name]) for space in spaces for name in names if name in space
-    )
-    pinned = Pinned(values, ((function, function.__code__),))
-    for name in names:
-        try:
-            look_at_torch(name)
-        except NotOwn as error:
-            pinned.patched = f"its forward {error}"
-            break
-    return pinned

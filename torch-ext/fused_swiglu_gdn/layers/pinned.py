@@ -92,8 +92,6 @@ def holds(module: nn.Module, guards: Tuple[Tuple[str, object], ...]) -> bool:
 class Pinned:
     """The functions of which a forward consists, and what they find by name."""
 
-    patched: Optional[str] = None  # what had been patched before
-
     def __init__(
         self,
         names: Tuple[Tuple[dict, str, object], ...],  # (namespace, name, value)

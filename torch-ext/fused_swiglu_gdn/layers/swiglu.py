@@ -192,7 +192,6 @@ class Form(NamedTuple):
     kind: type
     pinned: Pinned
     guards: Tuple[Tuple[str, object], ...]
-    checks: Tuple[Callable, ...]  # (module, arguments by name) -> whether the forward raises not
     argument: str  # the name of its argument
     roles: Roles
 
@@ -204,7 +203,7 @@ FORMS: Dict[type, Form] = {}  # what was recognised so far, for forwards that `k
 def forward_of(form: Form) -> Callable:
     """Returns a forward for the modules of a class: by kernels, or the class's own for other
     calls."""
-    kind, pinned, guards, checks, argument, roles = form
+    kind, pinned, guards, argument, roles = form
 
     def forward(self, *args, **kwargs):
         if len(args) == 1 and not kwargs:
@@ -214,12 +213,7 @@ def forward_of(form: Form) -> Callable:
         else:
             return kind.forward(self, *args, **kwargs)  # raises, as ever
         compiling = torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag
-        if compiling:  # what is pinned is a constant of the trace
-            holds = not checks
-        else:
-            holds = pinned.unchanged(self, guards)
-            for check in checks:  # whether the forward raises not
-                holds = holds and check(self, {argument: x})
+        holds = compiling or pinned.unchanged(self, guards)  # a constant of the trace
         y = serve(self, x, roles, compiling) if holds else None
         return kind.forward(self, x) if y is None else y
 

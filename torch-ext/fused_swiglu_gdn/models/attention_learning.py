@@ -164,7 +164,7 @@ class Learning(Trial):
         implementation, words, index, updates, updates_with = self.calls
         identities = [n for n, part in self.parts.items() if isinstance(part, nn.Module)]
         return (
-            self.arguments(), (), self.tables, self.cache,
+            self.arguments(), self.tables, self.cache,
             self.mask, index, updates, updates_with, self.plan.projections, self.sizes,
             self.plan.q_norm, self.plan.k_norm, self.plan.out, self.plan.heads, self.D, self.dims,
             (self.R or self.D,), False, tuple(identities), implementation, words,

@@ -13,7 +13,7 @@ from .. import layers
 from ..gdn.checks import MAX_HEAD_DIM
 from ..gdn_layer.checks import MAX_TAPS
 from ..layers.functions import is_gated_norm
-from ..layers.gdn import CACHE_NAMES, KNOWN, GdnForm, Known
+from ..layers.gdn_form import CACHE_NAMES, KNOWN, GdnForm, Known
 from ..layers.own_code import peeled
 from ..layers.pinned import found_at
 from ..layers.plain import told, why_not_tensor
@@ -151,7 +151,7 @@ def _form(module: nn.Module, parts: Parts) -> GdnForm:
     )
     KNOWN[kind] = Known(facts.pinned, frozenset(arguments.own))
     ours = getattr(layers, parts.layer)
-    return GdnForm(ours, kind, arguments, found.cache, found.mask, tuple(guards.items()), (), view)
+    return GdnForm(ours, kind, arguments, found.cache, found.mask, tuple(guards.items()), view)
 
 
 def refuse_hooks(kind: type, conv: str) -> None:

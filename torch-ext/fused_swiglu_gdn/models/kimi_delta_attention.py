@@ -13,7 +13,7 @@ from torch import nn
 from ..gdn.checks import MAX_HEAD_DIM
 from ..gdn_layer.checks import MAX_TAPS
 from ..layers.functions import is_gated_norm
-from ..layers.gdn import CACHE_NAMES
+from ..layers.gdn_form import CACHE_NAMES
 from ..layers.kda import KdaForm, Owner
 from ..layers.pinned import found_at
 from ..layers.plain import told, why_not_tensor
@@ -135,10 +135,7 @@ def _form(module: nn.Module, layout: Layout) -> KdaForm:
     arguments = found.arguments._replace(
         own=(found.arguments.own - set(PACKED)) | unknown, names=found.arguments.names - set(PACKED)
     )
-    return KdaForm(
-        layer.kind, arguments, found.cache, found.mask, (), tuple(owners),
-        found.roles,
-    )  # fmt: skip
+    return KdaForm(layer.kind, arguments, found.cache, found.mask, tuple(owners), found.roles)
 
 
 def _inner(module: nn.Module, layout: Layout) -> Iterator[Inner]:

@@ -166,7 +166,7 @@ class LatentTrial(AttentionTrial):
         guards = self.guards({n: v for n, v in values.items() if n not in self.handed})
         guards.update(dict.fromkeys(self.given_on(), GIVEN))
         return LatentForm(
-            self.kind, self.facts.pinned, tuple(guards.items()), self.arguments(), (), self.tables,
+            self.kind, self.facts.pinned, tuple(guards.items()), self.arguments(), self.tables,
             self.cache, self.mask, self.positions if self.scaled else None, index, updates,
             updates_with, *self.plan, self.sizes, implementation, words, self.training_words,
             self.rests, self.eager,

@@ -130,7 +130,7 @@ class _Trial(Trial):
         run = self.learned(self.run)
         if self.hidden is None:
             raise Refused("none of its arguments reaches its parts")
-        known = self.kind, FREE, (), self.arguments(), ()
+        known = self.kind, FREE, (), self.arguments()
         scales = (None, *(n for n, v in values.items() if type(v) is float))
         for order, scale in itertools.product(_orders(run.log, self.norms), scales):
             calls = [self.call(name, run) for name in (order.mixer, order.mlp)]

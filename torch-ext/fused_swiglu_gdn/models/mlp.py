@@ -90,7 +90,7 @@ def _form(module: nn.Module) -> Form:
     for name in facts.rates:
         if not isinstance(module.__dict__.get(name), (int, float)):
             raise Refused(f"{name} is no number")
-    return Form(kind, facts.pinned, tuple(values.items()), (), *found)
+    return Form(kind, facts.pinned, tuple(values.items()), *found)
 
 
 def _read_directly(module: nn.Module, facts: Facts) -> set:

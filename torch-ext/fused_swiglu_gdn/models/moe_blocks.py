@@ -64,7 +64,6 @@ class Form(NamedTuple):
     kind: type
     pinned: Pinned
     guards: Tuple[Tuple[str, object], ...]
-    checks: Tuple[Callable, ...]  # (module, arguments by name) -> whether a call is one of ours
     argument: str
     found: Union[Choice, Parts]
 
@@ -117,7 +116,7 @@ def form_of(module: nn.Module) -> Optional[Form]:
         raise Refused(patched)
     key = (parts, *form_key(module, kind, facts, values))
     found = remembered(_found, key, find, module, kind, facts, values)
-    return Form(kind, facts.pinned, tuple(values.items()), (), argument, found)
+    return Form(kind, facts.pinned, tuple(values.items()), argument, found)
 
 
 def _tensors(router: nn.Module, choice: Choice) -> tuple:
@@ -174,7 +173,7 @@ _COMPUTE = {Choice: _choose, Parts: _add_shared}
 @functools.lru_cache(maxsize=1024)
 def forward_of(form: Form) -> Callable:
     """Returns a forward for the modules of a class: ours, or the class's own for other calls."""
-    kind, pinned, guards, checks, argument, found = form
+    kind, pinned, guards, argument, found = form
     compute = _COMPUTE[type(found)]
 
     def forward(self, *args, **kwargs):
@@ -185,7 +184,6 @@ def forward_of(form: Form) -> Callable:
             and not torch.is_autocast_enabled(x.device.type)
             and torch_unpatched()
             and pinned.unchanged(self, guards)
-            and (not checks or _hold(checks, self, {argument: x}))
         ):
             out = compute(self, found, x)
             if out is not None:
@@ -194,10 +192,6 @@ def forward_of(form: Form) -> Callable:
 
     forward.__wrapped__ = kind.forward
     return forward
-
-
-def _hold(checks: tuple, module: nn.Module, given: dict) -> bool:
-    return not torch.compiler.is_compiling() and all([check(module, given) for check in checks])
 
 
 def _gate_of(block: nn.Module, parts: Parts) -> Optional[torch.Tensor]:

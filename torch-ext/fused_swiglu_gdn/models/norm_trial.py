@@ -106,7 +106,7 @@ def _find(module, kind, facts, weight, values, eps) -> NormForm:
     variants = [("llama", 0.0)] if weight is None else VARIANTS
     for variant in variants:
         if _computes(module, kind, facts, weight, eps, variant):
-            known = kind, facts.pinned, guards, (), argument
+            known = kind, facts.pinned, guards, argument
             return NormForm(*known, weight, eps, *variant)
     raise Refused("its forward is another formula")
 
