@@ -170,6 +170,8 @@ def _find(kind_of_trial, module, kind, facts, values, norms) -> tuple:
 
 
 class AttentionTrial(Learning):
+    complex = False  # the tables are one complex tensor
+
     def __init__(self, module, kind, facts, norms, handed: frozenset):
         super().__init__(module, kind, facts)
         self.handed = handed  # attributes that nothing has read yet
@@ -188,11 +190,8 @@ class AttentionTrial(Learning):
                 self.parts[name] = Part(name, features(part), 100 + 7 * i, self)
             elif is_identity(part):
                 self.parts[name] = part
-        self.own = {
-            n: random(*told(p, "shape"), seed=77)
-            for n, p in module._parameters.items()
-            if p is not None
-        }
+        own = [(n, p) for n, p in module._parameters.items() if p is not None]
+        self.own = [(n, random(*told(p, "shape"), seed=77)) for n, p in own]
         self.tables = self.cache = self.mask = None  # arguments
         self.width = next((features(m)[0] for m in module._modules.values() if features(m)), 0)
         self.dims, self.D, self.R = 3, 1, 0
@@ -206,32 +205,39 @@ class AttentionTrial(Learning):
     def called(self, case: Case, values=None, absent=frozenset()) -> Run:
         """One run of the class's forward, with attributes `values` by their paths."""
         dtype = case.dtype
-        own = self.own and {n: p.to(dtype) for n, p in self.own.items()}
-        twin = twin_of(self.module, self.kind, self.parts, own)
+        twin = twin_of(self.module, self.kind, self.parts, {n: p.to(dtype) for n, p in self.own})
         twin.__dict__["training"] = case.training
         twin.__dict__.update({**self.watched, **self.values})
-        if values:
-            put(twin, values)
-        numbers, tables = [self.input(case)], None
-        if case.rotary is not None:
-            width = self.R or max(int(self.D * case.rotary), 1)
-            size = (case.tables or case.B, case.T, width)[3 - self.dims :]
-            numbers += [random(*size, seed=21, dtype=dtype), random(*size, seed=22, dtype=dtype)]
-        x, *tables = map(torch.clone, numbers)
-        tables, self.log = tuple(tables) or None, []
-        roles = {self.hidden: x, self.tables: tables}
-        roles[self.cache] = Cache(self.cache) if case.cached else None
-        roles[self.mask] = self.opaque[self.mask] if case.masked else None
-        given, rest, log = self.given(roles, absent), self.unknown_words(case.words), self.log
+        put(twin, values or {})
+        before, self.log = [self.input(case), *self.tables_of(case)], []
+        made, log = list(map(torch.clone, before)), self.log
+        x, tables = made[0], made[1] if self.complex else tuple(made[1:]) or None
+        given = self.given(self.roles_of(case, x, tables), absent)
+        rest = self.unknown_words(case.words)
         self.interface = interface = Interface(log)
         with KeepsFp64() if self.has_float and dtype is F64 else contextlib.nullcontext():
             result = called(self.facts, twin, given, rest, case.by_position)
         self.log = []  # whoever calls a part now is no forward
-        if not all(map(torch.equal, (x, *(tables or ())), numbers)):
+        if not all(map(torch.equal, made, before)):
             raise Refused("its forward writes to its input")
         if len(interface.calls) != 1 or len(interface.asked) != 1:
             raise Refused("it does not call one attention function, by its configuration")
         return Run(twin, x, tables, given, rest, interface, log, result)
+
+    def tables_of(self, case: Case) -> List[torch.Tensor]:
+        """cos and sin [B or 1, T, R], or without a batch; none where none are given."""
+        if case.rotary is None:
+            return []
+        width = self.R or max(int(self.D * case.rotary), 1)
+        size = (case.tables or case.B, case.T, width)[3 - self.dims :]
+        return [random(*size, seed=seed, dtype=case.dtype) for seed in (21, 22)]
+
+    def roles_of(self, case: Case, x: torch.Tensor, tables) -> dict:
+        """The arguments of a run whose roles are known, by their names."""
+        roles = {self.hidden: x, self.tables: tables}
+        roles[self.cache] = Cache(self.cache) if case.cached else None
+        roles[self.mask] = self.opaque[self.mask] if case.masked else None
+        return roles
 
     def input(self, case: Case) -> torch.Tensor:
         shape = case.B, case.T, self.width

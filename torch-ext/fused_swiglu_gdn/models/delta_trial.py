@@ -7,12 +7,14 @@ argument is what is learned from what the forward does with them.
 import inspect
 import itertools
 from types import CellType, FunctionType
-from typing import Callable, Dict, Iterator, NamedTuple
+from typing import Callable, Dict, Iterator, NamedTuple, Optional
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ..layers.forward import Arguments
+from ..layers.gdn_form import CACHE_NAMES
 from ..layers.own_code import names_in, peeled, undispatched
 from .code import Refused
 from .stand_ins import random
@@ -38,6 +40,15 @@ class Packing(NamedTuple):
 
     of_rule: str
     of_convolution: str
+
+
+class Found(NamedTuple):
+    """What a trial has found: the roles of a layer's parts and of the arguments of its calls."""
+
+    roles: tuple
+    arguments: Arguments
+    cache: Optional[str]  # the names of its arguments
+    mask: Optional[str]
 
 
 class ReadsNoValues(TorchFunctionMode):
@@ -261,6 +272,15 @@ class DeltaTrial(Trial):
                     return roles
                 break
         raise Refused("its forward gives other values on a small twin")
+
+    def found(self, roles: tuple) -> Found:
+        """Ours takes lengths of packed sequences by their names, and keywords that are arguments of
+        other classes go to the class's own forward."""
+        known, packed = self.arguments(), frozenset(PACKED)
+        unknown = {*CACHE_NAMES, "hidden_states", "attention_mask"} - known.names
+        own = known.own - packed | unknown
+        known = known._replace(own=own, names=known.names - packed)
+        return Found(roles, known, self.cache, self.mask)
 
     def confirmed(self, roles) -> bool:
         """Ours gives the same with other sizes, too."""

@@ -11,16 +11,14 @@ from torch import nn
 
 from .. import layers
 from ..gdn.checks import MAX_HEAD_DIM
-from ..gdn_layer.checks import MAX_TAPS
 from ..layers.functions import is_gated_norm
-from ..layers.gdn_form import CACHE_NAMES, KNOWN, GdnForm, Known
-from ..layers.own_code import peeled
-from ..layers.pinned import found_at
-from ..layers.plain import told, why_not_tensor
-from .code import Refused, why_odd_class
-from .delta_trial import PACKED
+from ..layers.gdn_form import KNOWN, GdnForm, Known
+from ..layers.plain import told
+from .code import Refused
+from .delta_layers import is_depthwise, refuse_hooks, refuse_reads, why_not_plain
+from .delta_trial import Found
 from .facts import read
-from .gdn_trial import Found, Roles, found_by, width_of
+from .gdn_trial import Roles, found_by, width_of
 from .serving import own_class
 from .stand_ins import features
 from .trial import form_key, plain_values, remembered
@@ -99,10 +97,6 @@ def parts_of(module: nn.Module) -> Iterator[Parts]:
                     yield Parts(layer, named, key, value)
 
 
-def is_depthwise(part: nn.Module) -> bool:
-    return isinstance(part, nn.Conv1d) and part.groups == part.in_channels == part.out_channels
-
-
 def _fit(parts: dict, family: Family, names: dict, sizes: tuple) -> bool:
     """The projections have the sizes of these roles."""
     value, hidden = features(parts[names[family.out]])
@@ -145,21 +139,9 @@ def _form(module: nn.Module, parts: Parts) -> GdnForm:
     read_by_ours = {*values, "training", found.roles.index, f"{names['conv1d']}.bias"}
     read_by_ours -= {name for name, *_ in view}
     guards = plain_values(module, facts.reads - read_by_ours)
-    unknown = {*CACHE_NAMES, "hidden_states", "attention_mask"} - found.arguments.names
-    arguments = found.arguments._replace(
-        own=(found.arguments.own - set(PACKED)) | unknown, names=found.arguments.names - set(PACKED)
-    )
-    KNOWN[kind] = Known(facts.pinned, frozenset(arguments.own))
+    KNOWN[kind] = Known(facts.pinned, found.arguments.own)
     ours = getattr(layers, parts.layer)
-    return GdnForm(ours, kind, arguments, found.cache, found.mask, tuple(guards.items()), view)
-
-
-def refuse_hooks(kind: type, conv: str) -> None:
-    """Raises Refused for a forward whose decorators call hooks of other parts than the convolution,
-    whose weight ours reads."""
-    hooked = sorted(peeled(kind.forward).hooked - {conv})
-    if hooked:
-        raise Refused(f"its forward calls hooks of {', '.join(hooked)}")
+    return GdnForm(ours, kind, *found[1:], tuple(guards.items()), view)
 
 
 def _view(module: nn.Module, names: dict, values: dict) -> Iterator[tuple]:
@@ -182,14 +164,7 @@ def _found(module: nn.Module, kind: type, facts, parts: Parts) -> Found:
     numbers = [n for n, v in plain_values(module, facts.reads).items() if type(v) is int]
     index = next((n for n in ("layer_idx", *numbers) if n in numbers and "idx" in n), "layer_idx")
     values = plain_values(module, facts.reads - {"training", index})
-    known = {*module._modules, *module._parameters, "training", index}
-    for path in sorted(facts.reads):
-        if path not in values and path.split(".")[0] not in known:
-            if found_at(module, path) is not None or not hasattr(module, path.split(".")[0]):
-                raise Refused(f"its forward reads {path}")
-    reason = why_odd_class(kind, [*module._modules, *module._parameters])
-    if reason is not None:
-        raise Refused(reason)
+    refuse_reads(module, kind, facts)
     shapes = [(n, type(p), features(p)) for n, p in module._modules.items()]
     shapes += [(n, told(p, "shape")) for n, p in module._parameters.items()]
     conv = module._modules[parts.names["conv1d"]]
@@ -248,21 +223,13 @@ def _flags(module: nn.Module, parts: Parts) -> list:
 
 def _why_not_plain(module: nn.Module, parts: Parts) -> Optional[str]:
     name = parts.names["conv1d"]
-    conv = module._modules[name]
-    tensors = {n: module._parameters[parts.names[n]] for n in VECTORS}
-    tensors.update({f"{name}.weight": conv.weight, f"{name}.bias": conv.bias})
-    for label, x in tensors.items():
-        reason = why_not_tensor(x)
-        if reason is not None:
-            return f"{label} {reason}"
-    taps = conv.weight.shape[-1]
-    if type(conv) is not nn.Conv1d or conv.weight.shape[1:] != (1, taps):
-        return f"conv1d is not a depthwise nn.Conv1d of {taps} taps"
-    if not 2 <= taps <= MAX_TAPS:
-        return f"its convolution has {taps} taps"
-    heads = len(tensors["A_log"])
+    vectors = {n: module._parameters[parts.names[n]] for n in VECTORS}
+    reason = why_not_plain(name, module._modules[name], vectors)
+    if reason is not None:
+        return reason
+    heads = len(vectors["A_log"])
     dims = list(_head_dims(module, parts, heads))
-    if not dims or parts.value % heads or len(tensors["dt_bias"]) != heads:
+    if not dims or parts.value % heads or len(vectors["dt_bias"]) != heads:
         return "its heads of q, k and v do not match"
     if max(dims[0], parts.value // heads) > MAX_HEAD_DIM:
         return f"its head dims are above {MAX_HEAD_DIM}"

@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from .. import layers
-from ..layers.forward import Arguments
 from ..runtime.device import pretending
-from .delta_trial import EPS, DeltaTrial, Packing
+from .delta_trial import EPS, DeltaTrial, Found, Packing
 from .handed import put
 from .stand_ins import Part, quiet, random, twin_of
 from .trial import plain_values
@@ -27,13 +26,6 @@ class Roles(NamedTuple):
     hidden: int
     values: Tuple[Tuple[str, object], ...]  # of our attributes
     index: str  # the attribute that is the layer's index
-
-
-class Found(NamedTuple):
-    roles: Roles
-    arguments: Arguments
-    cache: Optional[str]
-    mask: Optional[str]
 
 
 class _Trial(DeltaTrial):
@@ -126,5 +118,4 @@ def found_by(module: nn.Module, kind: type, facts, candidates) -> Found:
     with quiet(), pretending(None):
         trial = _Trial(module, kind, facts, first)
         trial.find_roles()
-        roles = trial.same_as(itertools.chain([first], candidates))
-    return Found(roles, trial.arguments(), trial.cache, trial.mask)
+        return trial.found(trial.same_as(itertools.chain([first], candidates)))

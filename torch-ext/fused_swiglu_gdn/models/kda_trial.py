@@ -13,11 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..layers import kda
-from ..layers.forward import Arguments
 from ..layers.kda import Roles
 from ..runtime.device import pretending
 from .code import Refused
-from .delta_trial import EPS, VALUES, Copies, DeltaTrial, Packing, ReadsNoValues
+from .delta_trial import EPS, VALUES, Copies, DeltaTrial, Found, Packing, ReadsNoValues
 from .facts import Facts
 from .handed import put
 from .kda_flows import Flows, rescaled
@@ -56,13 +55,6 @@ class Layout(NamedTuple):
     @property
     def head_dim(self) -> int:
         return self.channels // self.heads
-
-
-class Found(NamedTuple):
-    roles: Roles
-    arguments: Arguments
-    cache: Optional[str]
-    mask: Optional[str]
 
 
 class Marked(int):
@@ -296,19 +288,9 @@ class _Trial(DeltaTrial):
             for A_log, dt_bias in self.vectors():
                 for bound, activation in itertools.product(self.bounds(), self.activations()):
                     yield Roles(
-                        flows.mixed,
-                        f,
-                        flows.z,
-                        b,
-                        self.layout.conv,
-                        self.layout.norm,
-                        flows.out,
-                        A_log,
-                        dt_bias,
-                        self.index,
-                        activation,
-                        bound,
-                    )
+                        flows.mixed, f, flows.z, b, self.layout.conv, self.layout.norm, flows.out,
+                        A_log, dt_bias, self.index, activation, bound,
+                    )  # fmt: skip
 
     def vectors(self) -> Iterator[tuple]:
         sizes = {p: torch.Size(shape).numel() for p, shape in self.layout.vectors.items()}
@@ -354,5 +336,4 @@ def found_by(layout: Layout, inner: Tuple[Inner, ...], index: str) -> Found:
         trial.find_roles()
         roles = trial.same_as(trial.candidates())
         real = {small: size for size, small in trial.scales[0].items()}
-        roles = rescaled(roles, lambda size: real.get(size, size))
-    return Found(roles, trial.arguments(), trial.cache, trial.mask)
+        return trial.found(rescaled(roles, lambda size: real.get(size, size)))

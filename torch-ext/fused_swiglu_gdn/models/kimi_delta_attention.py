@@ -11,17 +11,15 @@ import torch
 from torch import nn
 
 from ..gdn.checks import MAX_HEAD_DIM
-from ..gdn_layer.checks import MAX_TAPS
 from ..layers.functions import is_gated_norm
-from ..layers.gdn_form import CACHE_NAMES
 from ..layers.kda import KdaForm, Owner
 from ..layers.pinned import found_at
-from ..layers.plain import told, why_not_tensor
-from .code import Refused, why_odd_class
-from .delta_trial import PACKED
+from ..layers.plain import told
+from .code import Refused
+from .delta_layers import is_depthwise, refuse_hooks, refuse_reads, why_not_plain
+from .delta_trial import Found
 from .facts import read
-from .gated_delta_net import is_depthwise, refuse_hooks
-from .kda_trial import Found, Inner, Layout, found_by, index_of
+from .kda_trial import Inner, Layout, found_by, index_of
 from .serving import own_class
 from .stand_ins import features
 from .trial import form_key, plain_values, remembered
@@ -43,7 +41,7 @@ def kimi_delta_attention(
     if not usual and not any(map(is_depthwise, module._modules.values())):
         return None
     layout = _layout(module)
-    if not usual and (layout is None or _why_not_plain(module, layout) is not None):
+    if not usual and (layout is None or _why_not_layout(module, layout) is not None):
         return None
     if layout is None:
         return LAYER, NOT_KNOWN, None
@@ -95,19 +93,13 @@ def _layout(module: nn.Module) -> Optional[Layout]:
     return Layout(linears, convs[0], norms[0], vectors, sizes[0], D // 3, hidden, taps)
 
 
-def _why_not_plain(module: nn.Module, layout: Layout) -> Optional[str]:
+def _why_not_layout(module: nn.Module, layout: Layout) -> Optional[str]:
     conv = module.get_submodule(layout.conv)
-    tensors = {f"{layout.conv}.weight": conv.weight, f"{layout.conv}.bias": conv.bias}
-    tensors.update((path, found_at(module, path)) for path in layout.vectors)
-    for path, x in tensors.items():
-        reason = why_not_tensor(x)
-        if reason is not None:
-            return f"{path} {reason}"
-    D, H, taps = conv.weight.shape[0], layout.heads, layout.taps
-    if type(conv) is not nn.Conv1d or conv.weight.shape != (D, 1, taps):
-        return f"{layout.conv} is not a depthwise nn.Conv1d of {taps} taps"
-    if not 2 <= taps <= MAX_TAPS:
-        return f"its convolution has {taps} taps"
+    vectors = {path: found_at(module, path) for path in layout.vectors}
+    reason = why_not_plain(layout.conv, conv, vectors)
+    if reason is not None:
+        return reason
+    D, H = conv.weight.shape[0], layout.heads
     sizes = sorted(torch.Size(shape).numel() for shape in layout.vectors.values())
     if D % 3 or sizes != [H, layout.channels] or H < 1 or layout.channels % H:
         return "its heads and those of its forget gate do not match"
@@ -118,7 +110,7 @@ def _why_not_plain(module: nn.Module, layout: Layout) -> Optional[str]:
 
 def _form(module: nn.Module, layout: Layout) -> KdaForm:
     """Returns the form of a module with such parts; raises Refused, which says why it has none."""
-    reason = _why_not_plain(module, layout)
+    reason = _why_not_layout(module, layout)
     if reason is not None:
         raise Refused(reason)
     inner = tuple(_inner(module, layout))
@@ -130,12 +122,7 @@ def _form(module: nn.Module, layout: Layout) -> KdaForm:
         names = [n for n in each.facts.reads if each.below(n) not in ours]
         guards = tuple(plain_values(each.module, names).items())
         owners.append(Owner(each.path, each.kind, each.facts.pinned, guards))
-    layer = inner[0]
-    unknown = {*CACHE_NAMES, "hidden_states", "attention_mask"} - found.arguments.names
-    arguments = found.arguments._replace(
-        own=(found.arguments.own - set(PACKED)) | unknown, names=found.arguments.names - set(PACKED)
-    )
-    return KdaForm(layer.kind, arguments, found.cache, found.mask, tuple(owners), found.roles)
+    return KdaForm(inner[0].kind, *found[1:], tuple(owners), found.roles)
 
 
 def _inner(module: nn.Module, layout: Layout) -> Iterator[Inner]:
@@ -150,16 +137,7 @@ def _read(path: str, module: nn.Module, layout: Layout) -> Inner:
     kind = own_class(module)
     facts = read(kind, module)
     refuse_hooks(kind, "" if path else layout.conv)
-    more = ("__call__",) if path else ()
-    reason = why_odd_class(kind, [*module._modules, *module._parameters], *more)
-    if reason is not None:
-        raise Refused(reason)
-    values = plain_values(module, facts.reads)
-    known = {*module._modules, *module._parameters, "training"}
-    for name in sorted(facts.reads):
-        if name not in values and name.split(".")[0] not in known:
-            if found_at(module, name) is not None or not hasattr(module, name.split(".")[0]):
-                raise Refused(f"its forward reads {name}")
+    refuse_reads(module, kind, facts, *(("__call__",) if path else ()))
     return Inner(path, module, kind, facts)
 
 

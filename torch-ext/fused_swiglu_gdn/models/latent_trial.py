@@ -1,12 +1,11 @@
 """Recognises modules of multi-head latent attention, by a trial of their class's own forward.
 
-The forward runs on stubs in fp64: what the cache's
-update, the attention function and the parts get, and its result, say which part makes what, how
-queries and keys are turned, and whether layers/latent_attention.py computes the same.
+The forward runs on stubs in fp64: what the cache's update, the attention function and the parts
+get, and its result, say which part makes what, how queries and keys are turned, and whether
+layers/latent_attention.py computes the same.
 """
 
-import contextlib
-from typing import Iterator, NamedTuple, Optional, Tuple
+from typing import Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch import nn
@@ -19,10 +18,10 @@ from .attention_learning import FIRST, Case, Run
 from .attention_trial import AttentionTrial, asks_for_attention, form_by
 from .code import Refused
 from .facts import read
-from .handed import Cache, Interface, put
+from .handed import Cache
 from .serving import own_class
-from .stand_ins import F64, KeepsFp64, features, random, same, twin_of
-from .trial import alike, called, toggles
+from .stand_ins import F64, features, random, same
+from .trial import alike, toggles
 
 POSITIONS = frozenset(POSITION_SCALE)
 ROTARY = (None, "halves", "pairs", "pairs_to_halves")
@@ -80,46 +79,24 @@ class LatentTrial(AttentionTrial):
     def __init__(self, *given):
         super().__init__(*given)
         self.positions = self.plan = None
-        self.complex = self.scaled = False
+        self.scaled = False
 
     def learn(self, what) -> None:
         if what.how == "to" and self.tables is None:
             self.complex = True
         super().learn(what)
 
-    def called(self, case: Case, values=None, absent=frozenset()) -> Run:
-        dtype = case.dtype
-        own = {n: p.to(dtype) for n, p in self.own.items()}
-        twin = twin_of(self.module, self.kind, self.parts, own)
-        twin.__dict__["training"] = case.training
-        twin.__dict__.update({**self.watched, **self.values})
-        put(twin, values or {})
-        before = self.input(case)
-        x, tables = before.clone(), self.tables_of(case, dtype)
-        given = {
-            self.hidden: x, self.tables: tables, self.cache: Cache(self.cache),
-            self.mask: self.opaque[self.mask] if case.masked else None,
-            self.positions: torch.arange(case.T).repeat(case.B, 1) * 20011 + 5,
-        }  # fmt: skip
-        if not case.cached:
-            given[self.cache] = None
-        self.log, rest = [], self.unknown_words(case.words)
-        log, given = self.log, self.given(given, absent)
-        self.interface = interface = Interface(log)
-        with KeepsFp64() if self.has_float and dtype is F64 else contextlib.nullcontext():
-            result = called(self.facts, twin, given, rest, case.by_position)
-        self.log = []
-        if not torch.equal(x, before):
-            raise Refused("its forward writes to its input")
-        if len(interface.calls) != 1 or len(interface.asked) != 1:
-            raise Refused("it does not call one attention function, by its configuration")
-        return Run(twin, x, tables, given, rest, interface, log, result)
-
-    def tables_of(self, case: Case, dtype):
+    def tables_of(self, case: Case) -> List[torch.Tensor]:
         """cos and sin [B or 1, T, R], or one complex tensor [B or 1, T, R / 2]."""
         size = (case.tables or case.B, case.T, self.D // 2 if self.complex else self.D)
         cos, sin = random(*size, seed=21), random(*size, seed=22)
-        return torch.complex(cos, sin) if self.complex else (cos.to(dtype), sin.to(dtype))
+        if self.complex:
+            return [torch.complex(cos, sin)]
+        return [cos.to(case.dtype), sin.to(case.dtype)]
+
+    def roles_of(self, case: Case, x: torch.Tensor, tables) -> dict:
+        positions = torch.arange(case.T).repeat(case.B, 1) * 20011 + 5
+        return {self.positions: positions, **super().roles_of(case, x, tables)}
 
     def first(self) -> Tuple[Run, Run]:
         reason = None
