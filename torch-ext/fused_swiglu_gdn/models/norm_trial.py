@@ -16,12 +16,10 @@ from .facts import read
 from .serving import is_served, own_class
 from .stand_ins import (
     has_form_of,
-    may_differentiate,
     mixed,
     quiet,
     random,
     result_of,
-    same,
     twin_of,
 )
 from .trial import (
@@ -31,6 +29,7 @@ from .trial import (
     plain_values,
     refuse_odd_module,
     remembered,
+    same_gradients,
     sizes_of,
 )
 
@@ -141,26 +140,17 @@ def _computes(module, kind, facts, weight: Optional[str], eps_name: str, variant
         for x in (random(2, 7, D, seed=6).abs(), -random(2, 7, D, seed=6).abs(), 0 * random(3, D)):
             if not all([agrees(x.to(BF16), BF16, 1e-6, mode) for mode in modes]):
                 return False
-    return not may_differentiate() or _learns(module, kind, facts, weight, eps_name, variant)
-
-
-def _learns(module, kind, facts, weight: Optional[str], eps_name: str, variant: tuple) -> bool:
-    """True if its gradients are the formula's, also of zeros."""
     w = None if weight is None else random(D, seed=3).float()
-    found = []
-    with quiet(), torch.enable_grad():
-        for ours in (True, False):
-            x = mixed(7, D, seed=5, dtype=FP32).div(1e2).requires_grad_()
-            own = None if w is None else w.clone().requires_grad_()
-            twin = twin_of(module, kind, parameters={} if own is None else {weight: own})
-            twin.__dict__.update({eps_name: 0.3, "training": True})
-            if ours:
-                y = reference.rms_norm_fwd(x, own, None, 0.3, *variant, False)[0]
-            else:
-                y = result_of(facts.forward, twin, x)
-            leaves = [x] if own is None else [x, own]
-            try:
-                found.append(torch.autograd.grad(y.sin().sum(), leaves))
-            except RuntimeError:
-                return False
-    return all(map(same, *found))
+
+    def run(ours: bool) -> tuple:
+        x = mixed(7, D, seed=5, dtype=FP32).div(1e2).requires_grad_()
+        own = None if w is None else w.clone().requires_grad_()
+        twin = twin_of(module, kind, parameters={} if own is None else {weight: own})
+        twin.__dict__.update({eps_name: 0.3, "training": True})
+        if ours:
+            y = reference.rms_norm_fwd(x, own, None, 0.3, *variant, False)[0]
+        else:
+            y = result_of(facts.forward, twin, x)
+        return [x] if own is None else [x, own], [y.sin().sum()]
+
+    return same_gradients(run)

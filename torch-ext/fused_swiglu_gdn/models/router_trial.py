@@ -20,8 +20,8 @@ from ..layers.plain import told
 from ..runtime.dtypes import HALF
 from .code import Refused
 from .facts import CHOOSE, Facts
-from .stand_ins import Raises, may_differentiate, quiet, random, same, twin_of
-from .trial import modes_of, sizes_of, why_odd_module
+from .stand_ins import Raises, quiet, random, twin_of
+from .trial import modes_of, same_gradients, sizes_of, why_odd_module
 
 F32 = torch.float32
 DTYPES = (torch.bfloat16, torch.float16, F32)
@@ -162,32 +162,30 @@ def _tried(module, kind, facts: Facts, named: tuple, weights: dict, dims, more) 
             rows += max(map(counts.get, found))
     if rows < LEAST_ROWS:
         raise Refused("its choice is uncertain")
-    if may_differentiate() and not _learns(module, kind, facts, named, weights, found[0]):
+    if not _learns(module, kind, facts, named, weights, found[0]):
         raise Refused(ANOTHER_GRADIENT)
     return found[0]
 
 
 def _learns(module, kind, facts: Facts, named: tuple, weights: dict, choice: Choice) -> bool:
     """True if the gradients of the logits and weights are those of the formula."""
-    tokens, found = [5], []
     x, names, tensors = next(
-        case for case in _inputs(named, weights, choice.dims[:1], tokens) if case[0].dtype == F32
+        case for case in _inputs(named, weights, choice.dims[:1], [5]) if case[0].dtype == F32
     )
     options = choice.options._replace(dtype=F32)
-    with quiet(), torch.enable_grad():
-        for ours in (True, False):
-            leaf = x.clone().requires_grad_()
-            if ours:
-                logits = choice.logits(leaf, tensors)
-                w, _ = reference.topk_fwd(logits, tensors[1], options)
-            else:
-                twin = twin_of(module, kind, parameters=names)
-                twin.__dict__["training"] = True
-                (logits, w, *_), _ = _outputs(facts.forward, twin, leaf, named[1][0])
-            if not (logits.requires_grad and w.requires_grad):
-                return False
-            found += torch.autograd.grad((logits.sin().sum() + (w * w.detach()).sum()), leaf)
-    return same(*found)
+
+    def run(ours: bool) -> tuple:
+        leaf = x.clone().requires_grad_()
+        if ours:
+            logits = choice.logits(leaf, tensors)
+            w, _ = reference.topk_fwd(logits, tensors[1], options)
+        else:
+            twin = twin_of(module, kind, parameters=names)
+            twin.__dict__["training"] = True
+            (logits, w, *_), _ = _outputs(facts.forward, twin, leaf, named[1][0])
+        return [leaf], [logits.sin().sum(), (w * w.detach()).sum()]
+
+    return same_gradients(run)
 
 
 def _weights(E: int, H: int) -> dict:

@@ -12,7 +12,17 @@ from ..layers.pinned import ABSENT, CONTAINERS, PLAIN_VALUES, Frozen, found_at
 from .code import Refused, members_of, why_odd_class
 from .facts import Facts, is_absent
 from .handed import Watched
-from .stand_ins import Opaque, Opaques, Raises, Read, name_of, refuse_changes, same
+from .stand_ins import (
+    Opaque,
+    Opaques,
+    Raises,
+    Read,
+    may_differentiate,
+    name_of,
+    quiet,
+    refuse_changes,
+    same,
+)
 
 LONG, MOST_TOKENS, MOST_NUMBERS = 4100, 8192, 1 << 18  # of an input
 MORE_TOKENS = (3, 4, 8, 9, 16, 17, 32, 64, 128, 256, 512, 1000, 1024, 2049, 8192)  # of other code
@@ -242,6 +252,21 @@ def alike(mine: object, theirs: object) -> bool:
         elif kind not in PLAIN_VALUES or a != b:
             return False
     return True
+
+
+def same_gradients(run: Callable[[bool], Tuple[list, list]]) -> bool:
+    """run(ours) -> (leaves, numbers made of them); ours and the class's have the same gradients."""
+    if not may_differentiate():
+        return True
+    found = []
+    with quiet(), torch.enable_grad():
+        for ours in (True, False):
+            leaves, numbers = run(ours)
+            try:
+                found.append(torch.autograd.grad(numbers, leaves))
+            except RuntimeError:  # a number does not depend on the leaves
+                return False
+    return alike(*found)
 
 
 def called(
