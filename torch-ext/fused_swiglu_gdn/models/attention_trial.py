@@ -208,7 +208,8 @@ class AttentionTrial(Learning):
         twin = twin_of(self.module, self.kind, self.parts, {n: p.to(dtype) for n, p in self.own})
         twin.__dict__["training"] = case.training
         twin.__dict__.update({**self.watched, **self.values})
-        put(twin, values or {})
+        if values:
+            put(twin, values)
         before, self.log = [self.input(case), *self.tables_of(case)], []
         made, log = list(map(torch.clone, before)), self.log
         x, tables = made[0], made[1] if self.complex else tuple(made[1:]) or None

@@ -71,22 +71,24 @@ def may_differentiate() -> bool:
     return not torch.backends.cuda.is_built() or torch.cuda.is_initialized()
 
 
+MANY = 65521  # a prime, so that rows of no width repeat in the longest input
+
+
 @functools.cache
 def _numbers() -> torch.Tensor:
-    """Normal numbers, of which every random tensor is made: a generator takes a third of a first
-    kernelize. So many, a prime, that rows of no width repeat in the longest input."""
+    """Normal numbers, of which every random tensor is made: to draw each of them anew takes a third
+    of a first kernelize."""
     generator = torch.Generator("cpu").manual_seed(0)
-    return torch.randn(65521, generator=generator, dtype=F64, device="cpu")
+    return torch.randn(MANY, generator=generator, dtype=F64, device="cpu")
 
 
 @functools.lru_cache(maxsize=256)  # of one check
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = F64) -> torch.Tensor:
     """The same tensor at each call with the same arguments: writing to it is not allowed."""
-    numbers, count = _numbers(), math.prod(shape)
-    start = seed * 7919 % len(numbers)
-    times = -(-(start + count) // len(numbers))
-    some = (numbers.repeat(times) if times > 1 else numbers)[start : start + count]
-    return some.reshape(shape).to(dtype, copy=True)
+    numbers, start, count = _numbers(), seed * 7919 % MANY, math.prod(shape)
+    if start + count > MANY:
+        numbers = numbers.repeat(1 + (start + count) // MANY)
+    return numbers[start : start + count].reshape(shape).to(dtype, copy=True)
 
 
 # of the largest value: the order of sums in fp64, and roundings on the way in the others
