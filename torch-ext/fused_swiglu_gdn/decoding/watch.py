@@ -193,7 +193,7 @@ class ModelWatch:
         tables: List[dict] = []
         self.empty: list = []
         reached = Reached(map(id, self.modules))
-        for module in self.modules:  # which grows by those that only a container has
+        for module in self.modules:  # modules that only a container has are appended
             kind, attributes = type(module), module.__dict__
             reads_linear = kind is nn.Linear and "forward" not in attributes
             for name in ("_parameters", *HOOKS) if reads_linear else READ:

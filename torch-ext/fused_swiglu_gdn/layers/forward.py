@@ -89,7 +89,7 @@ ALONE = ("argument", "attribute", "constant")  # sources of a value that stands 
 
 
 class Value:
-    """The value of a word whose source is one of ALONE."""
+    """Reads one argument of an inner call: a constant, an argument or an attribute."""
 
     def __init__(self, word: Word):
         is_argument = word.how == "argument"

@@ -28,7 +28,7 @@ class NotOwn(Exception):
 def codes_in(code: CodeType) -> List[CodeType]:
     """A code object, and all that are inside of it."""
     found = [code]
-    for each in found:  # which grows
+    for each in found:  # appended to while iterating
         for constant in each.co_consts:
             if isinstance(constant, CodeType):
                 found.append(constant)
@@ -115,7 +115,7 @@ def names_in(function: FunctionType) -> set:
 
 
 def why_not_own(function) -> Optional[str]:
-    """Raised for a function that is not transformers' as its file has it."""
+    """Returns the reason why a function is not transformers' own, as its file has it, or None."""
     if is_in_its_file(function, "transformers"):
         return None
     where = getattr(function, "__module__", None) or type(function).__module__

@@ -231,7 +231,7 @@ def _kernels_for(module: nn.Module, kind: str) -> Tuple[Optional[str], Optional[
 def _place_of(module: nn.Module) -> torch.device:
     """The device of a module's parameters, preferably of plain ones; "cpu" without parameters."""
     parts, other = [module], None
-    for part in parts:  # which grows
+    for part in parts:  # appended to while iterating
         for x in part._parameters.values():
             where = told(x, "device")
             if where and type(x) in PLAIN_TENSORS:

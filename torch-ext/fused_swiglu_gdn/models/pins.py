@@ -198,7 +198,7 @@ class Walk:
                 modules.append(value)
             elif new:
                 self.value(name, value, space)
-        for module in modules:  # which grows: torch.nn.functional.silu
+        for module in modules:  # appended to while iterating: torch.nn.functional.silu
             inside = vars(module)
             for name in sorted(names.intersection(inside)):
                 value = inside[name]

@@ -288,7 +288,7 @@ def _stand_in(x: torch.Tensor, known: Dict[int, torch.Tensor]) -> torch.Tensor:
 def why_partitioned(module: nn.Module) -> Optional[str]:
     """Reason if its weights are elsewhere until a hook of DeepSpeed gathers them, or None."""
     parts = [module]
-    for part in parts:  # which grows
+    for part in parts:  # appended to while iterating
         for x in part._parameters.values():
             if hasattr(x, "ds_id"):
                 return "is partitioned by ZeRO-3"

@@ -232,7 +232,7 @@ def alike(mine: object, theirs: object) -> bool:
     """The same tensors up to roundings, equal plain values of one type, else the same objects; and
     so for what is in tuples, lists and dicts."""
     pairs = [(mine, theirs)]
-    for a, b in pairs:  # which grows
+    for a, b in pairs:  # appended to while iterating
         kind = type(a)
         if a is b:
             continue
