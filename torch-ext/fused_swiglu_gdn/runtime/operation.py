@@ -12,6 +12,7 @@ from .call import device_of, tensors_in
 from .device import is_gpu
 from .ops import (
     PLAIN,
+    counting,
     last_derivative,
     needs_grad,
     no_second_derivative,
@@ -221,7 +222,7 @@ class Operation(CallCache):
         """launch, with autograd's notice of those of the tensors that it writes."""
         places = [i for i in self.places if tensors[i] is not None]
         places = [i for i in places if not tensors[i].is_inference()]
-        return _counting(launch, places) if places else launch
+        return counting(launch, places) if places else launch
 
     def _with_gradient(self, launch: Callable, options: tuple, unwraps: bool) -> Callable:
         """unwraps: torch has to unwrap tensors, which a transform that has ended left behind."""
@@ -340,20 +341,3 @@ def _apart(found, written: list):
 
 def _first_of(run: Optional[Callable]) -> Optional[Callable]:
     return None if run is None else lambda *tensors: run(*tensors)[0]
-
-
-def _counting(launch: Callable, places: list) -> Callable:
-    """launch, and autograd's notice of the tensors that it writes.
-
-    As after torch's own in-place operations, backward then raises if it has saved such a tensor,
-    instead of computing from other values.
-    """
-
-    notice = torch._C._increment_version  # what increment_version calls
-
-    def run(*tensors):
-        out = launch(*tensors)
-        notice([tensors[i] for i in places])
-        return out
-
-    return run

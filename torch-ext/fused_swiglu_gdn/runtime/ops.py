@@ -272,3 +272,20 @@ def last_derivative(function: str, tensors: tuple, gradients: tuple) -> tuple:
     """The gradients, computed without autograd of these tensors, of a public function: for an
     operator that writes its arguments, for which torch takes no formula of a gradient."""
     return _Last.apply(function, len(tensors), *tensors, *gradients)
+
+
+def counting(launch: Callable, places: list) -> Callable:
+    """launch, and autograd's notice of the tensors that it writes.
+
+    As after torch's own in-place operations, backward then raises if it has saved such a tensor,
+    instead of computing from other values.
+    """
+
+    notice = torch._C._increment_version  # what increment_version calls
+
+    def run(*tensors):
+        out = launch(*tensors)
+        notice([tensors[i] for i in places])
+        return out
+
+    return run
