@@ -1,4 +1,4 @@
-"""What is asked of Gated DeltaNet and Kimi Delta Attention layers alike before a trial: of their
+"""Conditions on Gated DeltaNet and Kimi Delta Attention layers before a trial: on their
 classes, their convolution and their vectors."""
 
 from typing import Dict, Optional

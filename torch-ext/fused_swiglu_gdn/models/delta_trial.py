@@ -43,7 +43,7 @@ class Packing(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a trial has found: the roles of a layer's parts and of the arguments of its calls."""
+    """The result of a trial: the roles of a layer's parts and of the arguments of its calls."""
 
     roles: tuple
     arguments: Arguments
