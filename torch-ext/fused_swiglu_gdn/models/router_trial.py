@@ -298,12 +298,12 @@ def _is_product(x: torch.Tensor, tensors: tuple, theirs: torch.Tensor, choice: C
 
 
 def _apart(last: torch.Tensor, next_: torch.Tensor, biased: bool) -> torch.Tensor:
-    """Which tokens' last chosen score is larger than the next one, however both are rounded."""
+    """True for tokens whose last chosen score exceeds the next one, however both are rounded."""
     return last - next_ > APART * (1.0 if biased else last.abs())
 
 
 def _in_groups(scores: torch.Tensor, options: TopkOptions, biased: bool) -> tuple:
-    """Which tokens have a choice of groups that is certain, and scores with -inf outside these."""
+    """The tokens whose choice of groups is certain, and scores with -inf outside of these."""
     if options.n_group == 1:
         return torch.ones(len(scores), dtype=torch.bool), scores
     top = reference.group_scores(scores, options).sort(-1, descending=True)[0]
