@@ -13,11 +13,11 @@ from transformers.models.llama import modeling_llama as llama  # noqa: E402
 from transformers.models.mixtral import modeling_mixtral as mixtral  # noqa: E402
 
 D = 8
-TABLE = {"scale": [1.0]}
+TABLE, SEVERAL = {"scale": [1.0]}, {0: 1.0}
 
 
-def factor(x, by=1.0, *, more=1.0):
-    return x * by * more
+def factor(x, by=1.0, several=SEVERAL, *, more=1.0):
+    return x * by * more * several[0]
 
 
 class MyMLP(nn.Module):
@@ -44,6 +44,10 @@ def hide(module):
     module.__dict__["up_proj"] = lambda x: other(x)
 
 
+def doubled(x, by, several, *, more):
+    return x * 2
+
+
 LATER = {  # what is changed of a module, its class or its file
     "an entry of a dict": lambda m, p: p.setitem(m.d, "s", 2.0),
     "an element of a list": lambda m, p: m.l.__setitem__(0, 2.0),
@@ -52,9 +56,10 @@ LATER = {  # what is changed of a module, its class or its file
     "an attribute of the class": lambda m, p: p.setattr(MyMLP, "one", 2.0),
     "an attribute of the class, on the module": lambda m, p: setattr(m, "one", 2.0),
     "a table of the file": lambda m, p: p.setitem(TABLE, "scale", [2.0]),
-    "a default": lambda m, p: p.setattr(factor, "__defaults__", (2.0,)),
+    "a default": lambda m, p: p.setattr(factor, "__defaults__", (2.0, SEVERAL)),
+    "what a default holds": lambda m, p: p.setitem(SEVERAL, 0, 2.0),
     "a default by keyword": lambda m, p: p.setitem(factor.__kwdefaults__, "more", 2.0),
-    "code": lambda m, p: p.setattr(factor, "__code__", (lambda x, by=1.0, *, more: x * 2).__code__),
+    "code": lambda m, p: p.setattr(factor, "__code__", doubled.__code__),
     "True for 1": lambda m, p: setattr(m, "factor", True),
     "a part that is hidden": lambda m, p: hide(m),
     "a method of tensors": lambda m, p: p.setattr(

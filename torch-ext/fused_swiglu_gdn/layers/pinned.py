@@ -164,6 +164,9 @@ class Pins(Pinned):
             if not _is_machinery(function.__globals__):
                 for cell in function.__closure__ or ():
                     self.look_into(cell.cell_contents if cell in cells else None)
+                words = (function.__kwdefaults__ or {}).values()
+                for value in (*(function.__defaults__ or ()), *words):
+                    self.look_into(value if type(value) in (dict, list, set) else None)
         spaces = [vars(base) for base in (*self.mro[: self.mro.index(nn.Module) + 1], torch.Tensor)]
         self.sizes = [(space, len(space), self.known_in(space)) for space in spaces]
 
