@@ -23,7 +23,7 @@ from typing import Iterator, NamedTuple
 import torch
 from conftest import load_package, submodule
 
-SECONDS = 60  # that a type may take
+SECONDS = 60  # of the CPU that a type may take, however busy the machine is
 # Largest difference, relative to the largest value. fp32: the same sums in another order, through
 # a few layers and back. A module by itself: one rounding of bf16, or of fp64.
 LOGITS, GRADIENTS = 1e-4, 5e-3
@@ -33,7 +33,8 @@ SIZES = {
     "vocab_size": 120, "vocab_size_per_layer_input": 120, "max_position_embeddings": 128,
     "n_positions": 128, "hidden_size": 32, "d_model": 32, "n_embd": 32, "embed_dim": 32, "dim": 32,
     "embedding_size": 32, "word_embed_proj_dim": 32, "projection_dim": 32, "out_hidden_size": 32,
-    "text_hidden_size": 32, "hidden_dim": 32, "intermediate_size": 48, "ffn_dim": 48, "d_ff": 48,
+    "audio_hidden_size": 32, "adapter_in_dim": 32, "text_hidden_size": 32,
+    "hidden_dim": 32, "intermediate_size": 48, "ffn_dim": 48, "d_ff": 48,
     "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "n_inner": 48, "ffn_hidden_size": 48,
     "mlp_dim": 48, "dense_intermediate_size": 48, "intermediate_size_mlp": 48, "block_ff_dim": 48,
     "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, "expert_ffn_dim": 24,
@@ -53,22 +54,106 @@ SIZES = {
     "hidden_size_per_layer_input": 8, "sliding_window": 16, "num_codebooks": 2, "lru_width": 32,
     "emb_dim": 32, "mamba_expand": 2, "expert_layer_period": 1,
 }  # fmt: skip
-# lists by layer, and sizes that the class can work out, left out where all of it will not do
-DROPPED = (
-    (),
-    ("layer_types", "mlp_layer_types", "no_rope_layers", "moe_layers"),
-    ("head_dim", "layer_types"),
-    ("head_dim", "num_key_value_heads", "layer_types", "mlp_layer_types"),
+LARGEST = 1e8  # parameters of a model
+LAYERED = ("layer_types", "mlp_layer_types", "no_rope_layers", "moe_layers")
+FEW = {name: size for name, size in SIZES.items() if "layer" in name or "vocab" in name}
+# What is tried in turn: the small sizes, and what is left out: lists by layer and sizes that the
+# class works out, and stages, which go by the number of layers. Then all sizes but these are kept.
+TRIES = (
+    (SIZES, ()),
+    (SIZES, ("stage_names", "out_features", "out_indices")),
+    (SIZES, LAYERED),
+    (SIZES, ("head_dim", "layer_types")),
+    (SIZES, ("head_dim", "num_key_value_heads", "layer_types", "mlp_layer_types")),
+    (FEW, LAYERED),
+    ({}, ()),
 )
+# As published checkpoints of a type have it, where the class's defaults are other or none; of a
+# whole configuration and of a part of one.
+RESNET = {  # in place of one of the package timm
+    "backbone_config": {
+        "model_type": "resnet", "out_features": ["stage4"], "hidden_sizes": [8, 8, 8, 16],
+        "depths": [1, 1, 1, 1], "embedding_size": 8,
+    },
+}  # fmt: skip
+HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
+SHARED_KV = {  # the last two layers attend to keys and values of the first two
+    "num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}  # fmt: skip
 OF_TYPE = {
-    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"]},
-    "qwen3_5_moe_text": {"layer_types": ["linear_attention", "full_attention"]},
-    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"]},
-    "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "qwen3_5_text": HYBRID,
+    "qwen3_5_moe_text": HYBRID,
+    "qwen3_next": HYBRID,
+    "olmo_hybrid": HYBRID,
     "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "deepseek_v3": {"num_key_value_heads": 4},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"], "mamba_n_groups": 1},
-}
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2},
+    "gemma3n_text": {
+        **SHARED_KV, "intermediate_size": [48] * 4,
+        "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
+    },
+    "gemma4_text": {**SHARED_KV, "use_double_wide_mlp": True},
+    "nemotron": {"num_key_value_heads": 2},
+    "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1},
+    "zaya": {"num_experts_per_tok": 1},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 5e5},
+        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "cohere_compass_text": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 1e4}
+            for kind in ("full_attention", "sliding_attention")
+        },
+    },
+    "hy_v4_vl_text": {
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1],
+        },
+    },
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "dots3_note_text": {"num_key_value_heads": 4, "head_dim": 16},
+    "glm5_next_text": {"num_key_value_heads": 4, "qk_rope_head_dim": 0, "head_dim": 0},
+    "dory": {"n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1,
+             "num_hidden_layers": 3},
+    "emu3": {"vocabulary_map": {"<image>": 3, "<|extra_200|>": 4}},
+    "chameleon": {"vocabulary_map": {"<image>": 3}},
+    "chameleon_vqgan": {"base_channels": 32},
+    "esm": {"vocab_size": 33, "pad_token_id": 1},
+    "gpt_neo": {
+        "attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"],
+    },
+    "aria": {"projector_patch_to_query_dict": {16: 4}},
+    "mimi": {"upsample_groups": 32},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24},
+    "emu3_vqgan": {"base_channels": 32},
+    "ernie4_5_vl_moe_text": {"head_dim": 128},
+    "gemma4_assistant": {
+        "text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0},
+    },
+    "gemma4_unified_assistant": {"text_config": {"num_kv_shared_layers": 2}},
+    "granite4_vision": {"deepstack_layer_map": [[0, 0]]},
+    "luke": {"entity_vocab_size": 99},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
+    "moonshine_streaming": {"num_key_value_heads": 4},
+    "perceiver": {"d_latents": 32, "num_latents": 4, "d_model": 32},
+    "t5gemma2_encoder": {"text_config": {"dropout_rate": 0.0}},
+    "vibevoice_acoustic_tokenizer": {"num_filters": 2},
+    "vibevoice_acoustic_tokenizer_decoder": {"num_filters": 2},
+    "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 2},
+    "wavtokenizer": {"codebook_dim": 32},
+    **dict.fromkeys(
+        ("conditional_detr", "dab-detr", "deformable_detr", "detr", "table-transformer"), RESNET
+    ),
+    "autoformer": {"prediction_length": 4},
+    "informer": {"prediction_length": 4},
+    "time_series_transformer": {"prediction_length": 4},
+}  # fmt: skip
 
 
 LAYERS = {"RMSNorm", "Attention", "DecoderLayer"}
@@ -93,22 +178,36 @@ class Wrong(Exception):
     """A kernelized model gives something else."""
 
 
-def smaller(values: dict, dropped: tuple, sizes: dict = SIZES) -> dict:
-    """A configuration's dictionary with small sizes, in its parts too."""
-    out = {}
+def smaller(values: dict, dropped: tuple, sizes: dict = SIZES, nested: bool = False) -> dict:
+    """A configuration's dictionary with small sizes and its type's flags, in its parts too."""
+    cut = "num_hidden_layers" in sizes
+    out, layers = {}, values.get("num_hidden_layers")
     for name, value in values.items():
-        if name in dropped or not isinstance(name, str):  # labels by number stay out
+        if name in (*dropped, "id2label", "label2id") or not isinstance(name, str):
             continue
-        if isinstance(value, dict) and "rope" not in name:
-            out[name] = smaller(value, dropped, sizes)
-        elif name in sizes and type(value) is int:
+        if cut and name == "per_layer_config" and value:
+            out[name] = {i: smaller(v, dropped, sizes) for i, v in value.items() if int(i) < 2}
+        elif isinstance(value, dict) and "rope" not in name:
+            out[name] = smaller(value, dropped, sizes, nested=True)
+        elif name in sizes and (type(value) is int or name == "head_dim" and value is None):
             out[name] = sizes[name]
-        elif name.endswith("layer_types") and isinstance(value, list):
+        elif cut and name.endswith("layer_types") and isinstance(value, list):
             out[name] = (list(dict.fromkeys(value)) * 2)[:2]
+        elif cut and isinstance(value, list) and len(value) == layers and layers > 2:
+            out[name] = [sizes.get(name, v) if type(v) is int else v for v in value[:2]]
         elif name.endswith("token_id") and type(value) is int:
             out[name] = value % 8
-        elif name not in ("model_type", "transformers_version"):
+        elif name != "transformers_version" and (nested or name != "model_type"):
             out[name] = value
+    return _with(out, OF_TYPE.get(values.get("model_type"), {}))
+
+
+def _with(values: dict, more: dict) -> dict:
+    """The values with others, in their parts too."""
+    out = dict(values)
+    for name, value in more.items():
+        inside = isinstance(value, dict) and isinstance(out.get(name), dict)
+        out[name] = _with(out[name], value) if inside else value
     return out
 
 
@@ -118,7 +217,8 @@ def classes(kind: str) -> list:
     from transformers.models.auto import modeling_auto as auto
 
     names = []
-    for mapping in ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MASKED_LM", ""):
+    mappings = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MASKED_LM", "")
+    for mapping in (*mappings, "TEXT_TO_WAVEFORM"):
         of = f"MODEL_FOR_{mapping}_MAPPING_NAMES" if mapping else "MODEL_MAPPING_NAMES"
         name = getattr(auto, of).get(kind)
         names += [name] if isinstance(name, str) else list(name or ())
@@ -137,15 +237,18 @@ def models(kind: str, sizes: dict = SIZES) -> Iterator[torch.nn.Module]:
     """Small random models of a type, in evaluation mode, the best first."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    values = CONFIG_MAPPING[kind]().to_dict()
+    try:
+        values = CONFIG_MAPPING[kind]().to_dict()
+    except Exception:  # its defaults are none that it takes
+        values = CONFIG_MAPPING[kind](**OF_TYPE.get(kind, {})).to_dict()
     error = made = None
-    for dropped in DROPPED:
-        small = {**smaller(values, dropped, sizes), **OF_TYPE.get(kind, {})}
+    for own, dropped in TRIES:
+        small = smaller(values, dropped, sizes if own is SIZES else own)
         for model in classes(kind):
             try:
                 config = CONFIG_MAPPING[kind](**small)
                 size = sum(p.numel() for p in _on_meta(model, config).parameters())
-                if size > 2e7:
+                if size > LARGEST:
                     raise NotMade(f"{size / 1e6:.0f} million parameters")
                 torch.manual_seed(0)
                 made = _with_mild_gates(model._from_config(config).float().eval())
@@ -244,7 +347,8 @@ def tokens_of(model, arguments):
     try:
         ids = arguments["input_ids"]
         mask = torch.ones_like(ids)
-        return model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False)
+        found = model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False)
+        return getattr(found, "sequences", found)
     except TimeoutError:
         raise
     except Exception:
@@ -285,9 +389,9 @@ def compare(kind: str, kinds=None) -> Result:
         raise
     except Exception as error:
         return Result(kind, "not made", note=_short(error))
-    done, state = [], state_of(model)
     if arguments is not None:
         grads, tokens = gradients(model, arguments), tokens_of(model, arguments)
+    done, state = [], state_of(model)  # `generate` of some sets attributes
     with dispatch.force("reference"):
         report = package.kernelize(model, only=kinds)
         rows = [row for row in report.rows if row.layer != "loss"]  # which is no module's forward
@@ -328,15 +432,15 @@ def look_at(kind: str, look=compare) -> Result:
     """look(kind) with a limit of time; a fault is a Result, too."""
 
     def stop(*_):
-        raise TimeoutError(f"took longer than {SECONDS} s")
+        raise TimeoutError(f"took more than {SECONDS} s")
 
     from transformers.utils import logging
 
     warnings.filterwarnings("ignore")
     logging.set_verbosity_error()
     torch.set_num_threads(1)
-    signal.signal(signal.SIGALRM, stop)
-    signal.alarm(SECONDS)
+    signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
         return look(kind)
     except Wrong as error:
@@ -345,7 +449,7 @@ def look_at(kind: str, look=compare) -> Result:
         state = "not made" if isinstance(error, TimeoutError) else "CRASH"
         return Result(kind, state, note=_short(error))
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def chosen(options) -> list:
