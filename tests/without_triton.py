@@ -124,7 +124,7 @@ def demonstration():
 
     demo.load_kernel = lambda: kernel
     demo.SIZES["cpu"].update(hidden_size=32, intermediate_size=48, head_dim=16)
-    demo.GDN["cpu"].update(linear_key_head_dim=8, linear_value_head_dim=8)
+    demo.HEADS["cpu"] = 4, 8, 8
     demo.PROMPT["cpu"], demo.NEW_TOKENS, demo.REPEATS, demo.TOKENS = 80, 3, 2, 1
     sys.argv = ["kernelize_llm.py", "--device", "cpu"]
     assert demo.main() == 0
