@@ -453,6 +453,7 @@ CASES = [
 
 EXCUSED = {  # public names without a case
     "layers": "a module",
+    "load_mtp": "it needs a model with such a layer: tests/decoding/test_mtp.py",
     "register_experts": "it has no arguments",
     "use_reference": "it has no arguments",
     "verify": "it needs what tools/build.py built: tests/repository/test_build.py",

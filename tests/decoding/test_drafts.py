@@ -91,7 +91,9 @@ def test_drafts_of_an_oracle(kernel, serving, monkeypatch, name, count, wrong, d
     oracle = Oracle(before.sequences, count, wrong)
     monkeypatch.setattr(MIXIN, drafts.GENERATOR, lambda self, **given: oracle)
     after = run(model, ids, prompt_lookup_num_tokens=count)
-    assert_the_same(after, before, 2e-5 if device == "cpu" else 2e-3)  # cuBLAS: TF32 is off
+    # fp32 sums in another order: TF32 is off, and the rules of a few tokens have no products of
+    # tensor cores. 5e-7 on a CPU; cuBLAS takes another kernel for more rows
+    assert_the_same(after, before, 2e-5 if device == "cpu" else 1e-4)
     assert len(oracle.rounds) == (NEW if wrong == 0 else len(oracle.rounds)) > 1
     if wrong is None:
         assert len(oracle.rounds) <= 2 + NEW // (min(count, drafts.MOST) + 1)

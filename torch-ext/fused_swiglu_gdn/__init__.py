@@ -19,6 +19,7 @@ from .attention.api import (
     latent_attention_with_kvcache,
     sigmoid_gate,
 )
+from .decoding.mtp import load_mtp
 from .experts.api import fused_experts
 from .experts.api_topk import fused_topk
 from .gdn.api import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
@@ -72,6 +73,7 @@ __all__ = [
     "layer_mapping",
     "layers",
     "linear_cross_entropy",
+    "load_mtp",
     "make_ring",
     "materialise_ring",
     "register_experts",

@@ -10,29 +10,28 @@ one.
 
 import functools
 import sys
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
 import torch
 from torch import nn
 
 from ..layers.plain import named_modules
+from .draft_loop import MOST, NotServed, drafted
 from .graph_rules import CACHE_NAMES, CACHES
 from .late import UTILS, Generate, View
+from .mtp import Mtp, MtpDrafts
 
 ASSISTED, GENERATOR = "_assisted_decoding", "_get_candidate_generator"
 LOOKUP = "prompt_lookup_num_tokens"
-MOST = 7  # drafts of a round: a round keeps a state for each of its tokens
 RULES = ("GatedDeltaNet", "KimiDeltaAttention")  # layers of ours that keep states
 
 
 def why_not_drafts(model: nn.Module) -> Optional[str]:
     """Reason why transformers' refusal of drafts stays, or None."""
     kind = type(model)
-    mixin = getattr(sys.modules.get(UTILS), "GenerationMixin", None)
     if not getattr(kind, "_is_stateful", False):
         return "it has no recurrent state"
-    names = ("generate", ASSISTED, GENERATOR)
-    if mixin is None or any(getattr(kind, n, None) is not getattr(mixin, n, n) for n in names):
+    if not _is_generate_own(kind):
         return "generate is not transformers' own"
     config = model.config.get_text_config(decoder=True)
     recurrent = [each for each in getattr(config, "layer_types", ()) or () if "linear" in each]
@@ -40,6 +39,12 @@ def why_not_drafts(model: nn.Module) -> Optional[str]:
     if not recurrent or len(recurrent) != len(served):
         return "a layer with a recurrent state is not served"
     return None
+
+
+def _is_generate_own(kind: type) -> bool:
+    mixin = getattr(sys.modules.get(UTILS), "GenerationMixin", None)
+    names = ("generate", ASSISTED, GENERATOR)
+    return mixin is not None and all(getattr(kind, n, None) is getattr(mixin, n, n) for n in names)
 
 
 def _keeps_states(module: nn.Module) -> bool:
@@ -60,8 +65,9 @@ class Drafted(Generate):
     def __call__(self, *args, **options):
         model = self.model
         own = type(model).generate
-        if asks_for_drafts(model, options) and why_not_drafts(model) is None:
-            return own(draft_view(model), *args, **options)
+        if asks_for_drafts(model, options) and options.get("custom_generate") is None:
+            if not getattr(type(model), "_is_stateful", False) or why_not_drafts(model) is None:
+                return own(draft_view(model), *args, **options)
         if "get_compiled_call" in model.__dict__:
             return super().__call__(*args, **options)
         return own(model, *args, **options)
@@ -70,8 +76,11 @@ class Drafted(Generate):
 def serve_drafts(model: nn.Module) -> None:
     """Lets generate of the model, or of one inside it, take drafts where transformers refuses."""
     for _, module in named_modules(model):
-        if getattr(type(module), "_is_stateful", False) and hasattr(type(module), "generate"):
-            before = module.__dict__.get(Drafted.name)
+        before, kind = module.__dict__.get(Drafted.name), type(module)
+        refused = getattr(kind, "_is_stateful", False) and hasattr(kind, "generate")
+        if type(before) is Generate and not refused and _is_generate_own(kind):
+            setattr(module, Drafted.name, Drafted(module))  # for rounds that are graphs
+        elif refused:
             if type(before) in (type(None), Generate) and why_not_drafts(module) is None:
                 setattr(module, Drafted.name, Drafted(module))
             return
@@ -81,23 +90,35 @@ def draft_view(model: nn.Module) -> nn.Module:
     """A model for transformers' generate that shares the model's attributes and is not stateful."""
     view = object.__new__(_view_class(type(model)))
     object.__setattr__(view, "__dict__", model.__dict__)
+    object.__setattr__(view, "viewed", model)
     return view
 
 
 @functools.cache
 def _view_class(own: type) -> type:
+    stateful = getattr(own, "_is_stateful", False)
+
     def decode(self, *args, **given):
+        try:
+            return drafted(self.viewed, *args, **given)
+        except NotServed:
+            pass
+        if not stateful:
+            return own._assisted_decoding(self.viewed, *args, **given)
         cache = next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
         if cache is not None:
             go_back(cache)
         return own._assisted_decoding(self, *args, **given)
 
     def generator(self, *args, **given):
-        return Few(own._get_candidate_generator(self, *args, **given))
+        if type(given.get("assistant_model")) is Mtp:
+            return MtpDrafts(self.viewed, given["assistant_model"])
+        found = own._get_candidate_generator(self, *args, **given)
+        return Few(found) if stateful else found
 
     members = {
-        "_is_stateful": False, ASSISTED: decode, GENERATOR: generator, "__doc__": own.__doc__,
-        "__module__": own.__module__, "__qualname__": own.__qualname__,
+        "__slots__": ("viewed",), "_is_stateful": False, ASSISTED: decode, GENERATOR: generator,
+        "__doc__": own.__doc__, "__module__": own.__module__, "__qualname__": own.__qualname__,
     }  # fmt: skip
     return type(own)(own.__name__, (View, own), members)
 
@@ -131,7 +152,7 @@ def go_back(cache: Any) -> None:
     """Lets the cache's layers with a recurrent state take tokens back."""
     mixin = sys.modules[CACHES].LinearAttentionCacheLayerMixin
     for layer in cache.layers:
-        if isinstance(layer, mixin) and not getattr(layer, "goes_back", False):
+        if isinstance(layer, mixin) and not hasattr(layer, "takes_back"):
             layer.__class__ = _layer_class(type(layer))
 
 
@@ -144,10 +165,19 @@ def _layer_class(own: type) -> type:
     """
 
     class Layer(own):
-        goes_back = MOST + 1  # tokens of a call whose states are kept
         is_croppable = True
         is_compileable = False
-        after = None
+        rows = after = None
+
+        def takes_back(self, tokens: int) -> bool:
+            return tokens <= MOST + 1
+
+        def recur(self, rule: Callable, tensors: tuple, state: torch.Tensor, options: dict):
+            """The rule's outputs for tokens behind the state, which becomes the one after them."""
+            o, states = rule(*tensors, initial_state=state, output_all_states=True, **options)
+            self.keep(states)
+            self.recurrent_states[0].copy_(states[:, -1])
+            return o
 
         def keep(self, states: torch.Tensor) -> None:
             self.after = states

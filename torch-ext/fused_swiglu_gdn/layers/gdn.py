@@ -47,7 +47,9 @@ class _Sequences:
         elif self.lengths is None and kwargs.get("seq_idx") is not None:
             self.lengths = lengths_of(kwargs["seq_idx"])
         # a cache layer that takes tokens back (decoding/drafts.py) keeps the state after each
-        self.back = cached if before and tokens <= getattr(cached, "goes_back", 0) else None
+        takes_back = getattr(cached, "takes_back", None)
+        self.back = cached if before and takes_back is not None and takes_back(tokens) else None
+        self.rows = None if self.back is None else self.back.rows
         self.one_step = tokens == 1 and before
         alone = not self.recording and self.lengths is None and self.back is None
         self.in_place = self.one_step and alone and not torch.is_grad_enabled()
@@ -73,9 +75,13 @@ def _convolution(layer, q, k, v, joined, seq: _Sequences):
     before = None if seq.conv_state is None else seq.conv_state[..., 1 - weight.shape[-1] :]
     known = layer.activation in OF_CONVOLUTION
     activation, width, latest = layer.activation if known else None, layer.conv_kernel_size, None
-    if seq.in_place:
-        x = _joined(q, k, v, joined).transpose(1, 2)
-        y = gdn_layer.causal_conv1d_update(x, seq.conv_state, weight, bias, activation)
+    if seq.in_place or seq.rows is not None:
+        x, state, accepted = _joined(q, k, v, joined).transpose(1, 2), seq.conv_state, None
+        if seq.rows is not None:
+            state, accepted = seq.rows.columns, seq.rows.accepted
+        y = gdn_layer.causal_conv1d_update(
+            x, state, weight, bias, activation, num_accepted_tokens=accepted
+        )
         y = y.transpose(1, 2)
         return y if known else named_activation(layer.activation)(y)
     if torch.is_grad_enabled() or seq.cp is not None:  # PROLOGUE has no gradient
@@ -110,12 +116,8 @@ def _rule(layer, q, k, v, a, b, allow_neg_eigval, seq: _Sequences):
     if seq.held is not None:
         return seq.held.step(q, k, v, a, b, **options)
     if seq.back is not None and seq.lengths is None:
-        o, states = gdn.fused_recurrent_gated_delta_rule(
-            q, k, v, a, b, initial_state=seq.state, output_all_states=True, **options
-        )
-        seq.back.keep(states)
-        seq.cache.update_recurrent_state(states[:, -1], layer.layer_idx)
-        return o
+        rule = gdn.fused_recurrent_gated_delta_rule
+        return seq.back.recur(rule, (q, k, v, a, b), seq.state, options)
     options.update(initial_state=seq.state, output_final_state=seq.cache is not None)
     options["cu_seqlens"] = seq.lengths
     if not seq.one_step:

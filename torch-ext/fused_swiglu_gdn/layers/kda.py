@@ -128,7 +128,7 @@ def _learns(layer: nn.Module, roles: Roles, x: torch.Tensor) -> bool:
 def _records(cache, layer: nn.Module, roles: Roles) -> bool:
     """The cache keeps what it would need to take tokens back, in the class's own way."""
     cached = cache.layers[at(roles.index)(layer)]
-    return getattr(cached, "record_past", False) and not getattr(cached, "goes_back", 0)
+    return getattr(cached, "record_past", False) and not hasattr(cached, "takes_back")
 
 
 def kimi_delta_attention(
@@ -143,25 +143,30 @@ def kimi_delta_attention(
     if cache is not None and cache.layers[index].has_previous_state[0]:
         cached = cache.layers[index]
         conv_state, state = cached.conv_states[0], cached.recurrent_states[0]
-        back = cached if x.shape[1] <= getattr(cached, "goes_back", 0) else None
+        takes_back = getattr(cached, "takes_back", None)
+        back = cached if takes_back is not None and takes_back(x.shape[1]) else None
     if state is not None and torch.is_grad_enabled():
         state = state.clone()  # autograd keeps what it reads, and the cache is overwritten
     step = x.shape[1] == 1 and state is not None and not torch.is_grad_enabled() and back is None
-    y = _convolution(layer, roles, qkv, cache, conv_state if step else None, lengths)
+    rows = None if back is None else back.rows
+    held = (conv_state, None) if step else (None, None)
+    held = held if rows is None else (rows.columns, rows.accepted)
+    y = _convolution(layer, roles, qkv, cache, held, lengths)
     q, k, v, f, z = (part.unflatten(-1, heads) for part in (*y.chunk(3, -1), f, z))
     options = {
         "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "lower_bound": bound,
         "A_log": at(roles.A_log)(layer), "dt_bias": at(roles.dt_bias)(layer),
-        "use_beta_sigmoid_in_kernel": True, "initial_state": state,
+        "use_beta_sigmoid_in_kernel": True,
     }  # fmt: skip
     if back is not None:  # which keeps the state after each token
-        o, states = kda.fused_recurrent_kda(q, k, v, f, b, output_all_states=True, **options)
-        back.keep(states)
-        cache.update_recurrent_state(states[:, -1].to(torch.float32), index)
+        o = back.recur(kda.fused_recurrent_kda, (q, k, v, f, b), state, options)
     elif step:
+        options["initial_state"] = state
         o, _ = kda.fused_recurrent_kda(q, k, v, f, b, inplace_final_state=True, **options)
     else:
-        options.update(output_final_state=cache is not None, cu_seqlens=lengths)
+        options.update(
+            initial_state=state, output_final_state=cache is not None, cu_seqlens=lengths
+        )
         o, state = kda.chunk_kda(q, k, v, f, b, **options)
         if cache is not None:
             cache.update_recurrent_state(state.to(torch.float32), index)
@@ -201,15 +206,18 @@ def _projected(layer: nn.Module, roles: Roles, x: torch.Tensor) -> tuple:
     return qkv, f, output(roles.z), b
 
 
-def _convolution(layer, roles: Roles, qkv, cache, conv_state, lengths) -> torch.Tensor:
-    """act(conv(qkv)) of [B, T, D], after the inputs in the cache, which these then join; conv_state
-    [B, D, W], for one token, is updated in place."""
+def _convolution(layer, roles: Roles, qkv, cache, held: tuple, lengths) -> torch.Tensor:
+    """act(conv(qkv)) of [B, T, D], after the inputs in the cache, which these then join. held: the
+    state that is updated in place, for one token or for drafts, and for these the accepted ones."""
     conv, T = at(roles.conv)(layer), qkv.shape[1]
     weight, bias, x = conv.weight.squeeze(1), conv.bias, qkv.transpose(1, 2)
-    if conv_state is not None:
+    state, accepted = held
+    if state is not None:
         y = convolved(
             roles.activation,
-            lambda known: gdn_layer.causal_conv1d_update(x, conv_state, weight, bias, known),
+            lambda known: gdn_layer.causal_conv1d_update(
+                x, state, weight, bias, known, num_accepted_tokens=accepted
+            ),
         )
         return y.transpose(1, 2)
     if cache is not None:

@@ -1,0 +1,330 @@
+"""Drafts in CUDA graphs: tokens, logits and states are those without drafts.
+
+Equal tokens alone prove nothing: with states that are never taken back they were still equal.
+On a CPU a graph is emulated: emulated_graph.py.
+"""
+
+import decoding
+import pytest
+import torch
+from conftest import submodule
+from decoding import generate, on_every_device, tiny
+from tiny_models import tokens
+
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+device, graph = decoding.device, decoding.graph  # fixtures
+loop = submodule("decoding.draft_loop")
+MODELS = ["llama", "gemma2", "qwen3_5_text", "olmo_hybrid", "qwen3_5_moe_text"]
+
+
+class Oracle:
+    """Drafts the tokens that will come, but for one at a place of each round."""
+
+    truth, wrong = [], None
+
+    def __init__(self, count):
+        self.count, self.ids = count, []
+
+    def add(self, token):
+        self.ids.append(token)
+
+    def drafts(self):
+        found = list(self.truth[len(self.ids) : len(self.ids) + self.count])
+        if self.wrong is not None and len(found) > self.wrong:
+            found[self.wrong] = (found[self.wrong] + 1) % 90
+        return found
+
+    def end(self):
+        pass
+
+
+@pytest.fixture
+def rounds(graph, monkeypatch):
+    monkeypatch.setattr(submodule("decoding.rounds"), "Graph", graph)
+    return graph
+
+
+def cache_of(out):
+    return out.get("cache") if out.get("cache") is not None else out.past_key_values
+
+
+def states_of(out):
+    """Of each layer what it keeps of the text."""
+    found = []
+    for layer in cache_of(out).layers:
+        if getattr(layer, "recurrent_states", None):
+            found += [layer.recurrent_states[0], layer.conv_states[0][..., 1:]]
+        else:
+            n = int(layer.cumulative_length)
+            found += [layer.keys[:, :, :n], layer.values[:, :, :n]]
+    return found
+
+
+def assert_the_same(one, two, limit):
+    assert torch.equal(one.sequences, two.sequences)
+    assert len(one.logits) == len(two.logits)
+    for a, b in [*zip(one.logits, two.logits), *zip(states_of(one), states_of(two), strict=True)]:
+        assert a.shape == b.shape
+        assert ((a - b).abs().max() / b.abs().max().clamp_min(1e-9)).item() <= limit
+
+
+def run(model, ids, **options):
+    return generate(model, ids, return_dict_in_generate=True, output_logits=True, **options)
+
+
+# Both ways are true fp32, TF32 is off, and the rules of a few tokens have no tensor core products:
+# only the order of sums differs, by 5e-7 on a CPU, and on a GPU by that of cuBLAS' kernels, too.
+LIMIT = {"cpu": 2e-5, "cuda": 1e-4}
+
+
+@pytest.mark.parametrize("count, wrong", [(3, None), (3, 0), (3, 1), (1, None), (7, 5)])
+@pytest.mark.parametrize("name", MODELS)
+@on_every_device
+def test_drafts_of_an_oracle(kernel, rounds, monkeypatch, name, count, wrong, device):
+    model, ids = tiny(name, device), tokens(1, 11, device=device)
+    kernel.kernelize(model, cuda_graphs=True)
+    new = 40 if wrong is not None else 8 * (count + 1)
+    before = run(model, ids, max_new_tokens=new)
+    monkeypatch.setattr(Oracle, "truth", before.sequences[0].tolist())
+    monkeypatch.setattr(Oracle, "wrong", wrong)
+    monkeypatch.setattr(loop, "Lookup", Oracle)
+    monkeypatch.setattr(loop.Pace, "WORTH", 0)
+    rounds.captures = rounds.replays = 0
+    after = run(model, ids, max_new_tokens=new, prompt_lookup_num_tokens=count)
+    assert_the_same(after, before, LIMIT[device])
+    assert rounds.captures >= 1 and rounds.replays >= 3
+    if wrong is None:
+        assert rounds.replays <= new // (count + 1) + 1
+
+
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+def test_states_that_are_not_put_back_are_seen(kernel, rounds, monkeypatch, device):
+    """That these tests can fail."""
+    model, ids = tiny("qwen3_5_text", "cpu"), tokens(1, 11)
+    kernel.kernelize(model, cuda_graphs=True)
+    before = run(model, ids, max_new_tokens=24)
+    monkeypatch.setattr(Oracle, "truth", before.sequences[0].tolist())
+    monkeypatch.setattr(Oracle, "wrong", 1)
+    monkeypatch.setattr(loop, "Lookup", Oracle)
+    rows = submodule("decoding.rows").TakesBack
+    keep = rows.keep
+
+    def forgets(self, right, given):
+        keep(self, right, given)
+        self.accepted.fill_(given)
+
+    monkeypatch.setattr(rows, "keep", forgets)
+    with pytest.raises(AssertionError):
+        assert_the_same(
+            run(model, ids, max_new_tokens=24, prompt_lookup_num_tokens=3), before, 2e-5
+        )
+
+
+OPTIONS = {
+    "lookup": {},
+    "an end inside": {"eos_token_id": list(range(40, 60))},
+    "padding": {"padding": 3},
+    "scores": {
+        "repetition_penalty": 1.3, "min_new_tokens": 9, "eos_token_id": [7, 9, 11, 30, 31],
+        "output_scores": True,
+    },
+    "length inside": {"max_new_tokens": 17},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", OPTIONS)
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_text"])
+@on_every_device
+def test_prompt_lookup(kernel, rounds, monkeypatch, name, what, device):
+    model, ids = tiny(name, device), tokens(1, 4, device=device).repeat(1, 4)
+    kernel.kernelize(model, cuda_graphs=True)
+    options = {"max_new_tokens": 24, **OPTIONS[what]}
+    monkeypatch.setattr(loop.Pace, "WORTH", 0)
+    if options.pop("padding", 0):
+        options["attention_mask"] = torch.ones_like(ids)
+        options["attention_mask"][:, :3] = 0
+    before = run(model, ids, **options)
+    rounds.replays = 0
+    after = run(model, ids, **options, prompt_lookup_num_tokens=3)
+    assert_the_same(after, before, LIMIT[device])
+    if "output_scores" in options:
+        for a, b in zip(after.scores, before.scores, strict=True):
+            close = torch.isclose(a, b, rtol=1e-4, atol=LIMIT[device])
+            assert bool((close | (a == b)).all())
+    assert rounds.replays > 0 or len(before.logits) < 8
+
+
+class Streamed:
+    def __init__(self):
+        self.calls, self.ended = [], 0
+
+    def put(self, value):
+        self.calls.append(value.flatten().tolist())
+
+    def end(self):
+        self.ended += 1
+
+
+@on_every_device
+def test_tokens_come_one_by_one(kernel, rounds, device):
+    """To a streamer, and to a criterion of one's own, which ends inside a round."""
+    model, ids = tiny("qwen3_5_text", device), tokens(1, 3, device=device).repeat(1, 5)
+    kernel.kernelize(model, cuda_graphs=True)
+    lengths = []
+
+    def stops(input_ids, scores, **given):
+        lengths.append(input_ids.shape[1])
+        return torch.full((1,), input_ids.shape[1] == 31, device=input_ids.device)
+
+    found = []
+    for options in ({}, {"prompt_lookup_num_tokens": 3}):
+        streamer = Streamed()
+        lengths.clear()
+        out = run(model, ids, max_new_tokens=40, streamer=streamer, stopping_criteria=[stops],
+                  **options)  # fmt: skip
+        assert out.sequences.shape[1] == 31 and lengths == list(range(16, 32))
+        assert streamer.calls[1:] == [[x] for x in out.sequences[0, 15:].tolist()]
+        found.append((out, streamer.ended))
+    assert found[0][1] == found[1][1] == 1
+    assert_the_same(found[1][0], found[0][0], LIMIT[device])
+
+
+@on_every_device
+def test_a_call_without_a_word_about_caches(kernel, rounds, device):
+    """Gets a static cache, as undrafted calls do, where it pays; a short one keeps its own."""
+    model, ids = tiny("llama", device), tokens(1, 4, device=device).repeat(1, 4)
+    kernel.kernelize(model, cuda_graphs=True)
+    words = {"do_sample": False, "pad_token_id": 0, "prompt_lookup_num_tokens": 3}
+    if device == "cpu":
+        words["compile_config"] = config = transformers.CompileConfig()
+        config._compile_all_devices = True
+    for new, graphed in ((32, True), (8, False)):
+        rounds.replays = 0
+        after = model.generate(ids, max_new_tokens=new, **words)
+        assert (rounds.replays > 0) == graphed
+        plain = type(model).generate(
+            model, ids, max_new_tokens=new, do_sample=False, pad_token_id=0
+        )
+        assert torch.equal(after, plain)
+
+
+@on_every_device
+def test_drawn_tokens_are_distributed_as_without_drafts(kernel, rounds, monkeypatch, device):
+    """Chi-squared of the third and fourth new token, of which rounds draw several at once."""
+    V = 24
+    model, ids = tiny("llama", device, vocab_size=V), tokens(1, 6, device=device) % V
+    kernel.kernelize(model, cuda_graphs=True)
+    model.get_output_embeddings().weight.data.mul_(8)
+    choice, rows = submodule("decoding.row_choice"), []
+    options = {"temperature": 0.8, "top_k": 12, "top_p": 0.9}
+    config = transformers.GenerationConfig(do_sample=True, **options)
+    processors = model._get_logits_processor(config, input_ids_seq_length=6)
+    made = choice.rows_choice(processors, config, ids)
+    made.begin(V)
+    logits = torch.randn(3, V, device=device).mul_(2)
+    read = torch.tensor([3, 5, 7], device=device)
+    for _ in range(4000):
+        rows.append(made.choose(logits, read, 6)[0])
+    drawn = torch.stack(rows).cpu()
+    for i in range(3):
+        p = processors(ids, logits[i : i + 1].clone()).softmax(-1)[0].cpu()
+        counts = torch.bincount(drawn[:, i], minlength=V).double()
+        assert counts[p == 0].sum() == 0
+        kept = p > 0
+        expected = p[kept].double() * len(drawn)
+        chi, free = ((counts[kept] - expected) ** 2 / expected).sum().item(), int(kept.sum()) - 1
+        assert chi < free + 5 * (2 * free) ** 0.5
+    right = (drawn[:, 0] == 5).double().mean().item()  # rows are drawn one without the other
+    both = ((drawn[:, 0] == 5) & (drawn[:, 1] == 7)).double().mean().item()
+    second = (drawn[:, 1] == 7).double().mean().item()
+    assert abs(both - right * second) < 0.03
+
+
+@on_every_device
+def test_drawn_tokens_in_rounds(kernel, rounds, device):
+    """A seed gives the same tokens twice, and a top-k of one those of greedy decoding."""
+    model, ids = tiny("qwen3_5_text", device), tokens(1, 4, device=device).repeat(1, 4)
+    kernel.kernelize(model, cuda_graphs=True)
+    options = {"max_new_tokens": 24, "do_sample": True, "prompt_lookup_num_tokens": 3}
+    found = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        found.append(run(model, ids, **options).sequences)
+    assert torch.equal(*found) and found[0].shape[1] == 40
+    greedy = run(model, ids, max_new_tokens=24)
+    assert_the_same(run(model, ids, **options, top_k=1), greedy, LIMIT[device])
+
+
+@on_every_device
+def test_a_cache_that_is_passed_in(kernel, rounds, device):
+    """From 5.24 transformers takes it, and asks for our step: rounds without a draft are replays,
+    also behind rounds whose drafts were cropped."""
+    model = tiny("llama", device)
+    ids = tokens(1, 4, device=device).repeat(1, 4)
+    kernel.kernelize(model, cuda_graphs=True)
+
+    def call(**options):
+        cache = transformers.StaticCache(config=model.config, max_cache_len=64)
+        return run(model, ids, max_new_tokens=40, past_key_values=cache, cache_implementation=None,
+                   **options)  # fmt: skip
+
+    before = call()
+    rounds.replays = 0
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 24):
+        with pytest.raises(ValueError, match="(?i)static"):
+            call(prompt_lookup_num_tokens=2)
+        return
+    after = call(prompt_lookup_num_tokens=2)
+    assert_the_same(after, before, LIMIT[device])
+    assert rounds.replays > 0
+
+
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+def test_what_is_left_to_transformers(kernel, rounds, device):
+    model, ids = tiny("llama", "cpu"), tokens(1, 4).repeat(1, 4)
+    kernel.kernelize(model, cuda_graphs=True)
+    options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    before = model.generate(ids, **options)
+    rounds.captures = 0
+    for more in ({"no_repeat_ngram_size": 30}, {"disable_compile": True}):
+        after = model.generate(ids, **options, prompt_lookup_num_tokens=3, **more)
+        assert torch.equal(after, before) and rounds.captures == 0
+    with pytest.raises(ValueError, match="batch_size"):
+        model.generate(ids.repeat(2, 1), **options, prompt_lookup_num_tokens=3)
+    kernel.restore(model)
+    assert "generate" not in model.__dict__
+
+
+def test_lookup():
+    lookup = submodule("decoding.lookup")
+    found = lookup.Lookup(4)
+    for token in (1, 2, 3, 1, 2, 4, 5, 1, 2):
+        found.add(token)
+    assert found.drafts() == [4, 5, 1, 2]  # what followed last
+    found.add(9)
+    assert found.drafts() == []
+    found = lookup.Lookup(4)
+    for token in (7, 7, 7):
+        found.add(token)
+    assert found.drafts() == [7, 7, 7, 7]
+
+
+def test_pace():
+    """Drafts rest after 8 rounds that do not pay, and twice as long the next time."""
+    pace = submodule("decoding.lookup").Pace()
+    rests = []
+    for _ in range(3):
+        for _ in range(8):
+            assert pace.drafts()
+            pace.note(1)
+        rest = 0
+        while not pace.drafts():
+            rest += 1
+        rests.append(rest)
+    assert rests == [64, 128, 256]
+    for _ in range(16):
+        pace.note(2)
+        assert pace.drafts()
+    assert pace.rest == 64

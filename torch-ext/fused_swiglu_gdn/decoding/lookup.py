@@ -1,0 +1,66 @@
+"""Drafts from the text so far, on the host."""
+
+from typing import Dict, List, Tuple
+
+
+class Lookup:
+    """Drafts what followed the latest two ids where they were met last.
+
+    Where that runs to the end of the ids, it goes on from its own beginning: a text that repeats
+    itself goes on to do so.
+    """
+
+    def __init__(self, count: int):
+        self.count = count
+        self.ids: List[int] = []
+        self.after: Dict[Tuple[int, int], int] = {}  # two ids -> the place behind them
+
+    def add(self, token: int) -> None:
+        ids = self.ids
+        if len(ids) > 1:  # of the two that are the latest no more
+            self.after[ids[-2], ids[-1]] = len(ids)
+        ids.append(token)
+
+    def drafts(self) -> List[int]:
+        ids = self.ids
+        start = self.after.get((ids[-2], ids[-1])) if len(ids) > 1 else None
+        if start is None:
+            return []
+        found = ids[start : start + self.count]
+        while len(found) < self.count:
+            found += found[: self.count - len(found)]
+        return found
+
+    def end(self) -> None:
+        pass
+
+
+class Pace:
+    """Whether drafts are worth a round.
+
+    A round of several tokens takes longer than one token: WORTH of it, an estimate for one H200.
+    Where the latest WINDOW rounds gave fewer tokens each, the next REST tokens come one by one, and
+    twice as many when that happens again.
+    """
+
+    WORTH, WINDOW, REST = 1.3, 8, 64
+
+    def __init__(self):
+        self.latest: List[int] = []
+        self.waits, self.rest = 0, self.REST
+
+    def drafts(self) -> bool:
+        if self.waits:
+            self.waits -= 1
+            return False
+        return True
+
+    def note(self, tokens: int) -> None:
+        """tokens: those that a round with drafts gave."""
+        self.latest.append(tokens)
+        if len(self.latest) == self.WINDOW:
+            if sum(self.latest) < self.WORTH * self.WINDOW:
+                self.waits, self.rest = self.rest, 2 * self.rest
+            else:
+                self.rest = self.REST
+            self.latest.clear()

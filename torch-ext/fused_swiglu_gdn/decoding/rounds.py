@@ -1,0 +1,184 @@
+"""CUDA graphs of several tokens: a round reads drafts, chooses tokens and counts the right ones.
+
+One graph for each number of tokens. It computes the model, the choice, and what is kept of the
+round in the cache, so that the host reads the tokens and nothing else. Its positions and masks
+follow from the length of the cache on the device; they were compared with transformers' when the
+graph was captured, and where they differ a round takes transformers'.
+"""
+
+from typing import Any, Callable, List, Optional
+
+import torch
+from torch import nn
+
+from .ahead import IDS, MASK, POSITIONS
+from .capture import Graph
+from .graph_rules import PASSING, why_not_model, why_not_now
+from .graphs import PAYS, WASTED, _map, _parts, say
+from .row_choice import RowChoice, right_ones
+from .rows import TakesBack
+from .watch import CacheWatch, ModelWatch
+
+
+class Following:
+    """Positions and masks of a round that follow from those of an earlier one of as many tokens.
+
+    inputs: of that round. start []: the tokens in the cache before it.
+    """
+
+    def __init__(self, inputs: dict, start: torch.Tensor):
+        self.inputs, self.start = inputs, start
+        T = inputs[IDS].shape[1]
+        self.row = torch.arange(T, device=start.device)[:, None]
+
+    def now(self, length: torch.Tensor) -> dict:
+        """Those for `length` [] tokens in the cache."""
+        found = dict(self.inputs)
+        if POSITIONS in found:
+            found[POSITIONS] = found[POSITIONS] + (length - self.start)
+        if isinstance(found.get(MASK), dict):
+            found[MASK] = {name: self._mask(x, length) for name, x in found[MASK].items()}
+        else:
+            found[MASK] = self._mask(found.get(MASK), length)
+        return {name: x for name, x in found.items() if name in self.inputs}
+
+    def _mask(self, mask: Optional[torch.Tensor], length: torch.Tensor):
+        """[1, 1, T, slots]: the slots that were attended before, and those of the tokens since."""
+        if mask is None:
+            return None
+        slots = torch.arange(mask.shape[-1], device=mask.device)
+        opened = (slots >= self.start) & (slots <= length + self.row)
+        return mask[:, :, :1].masked_fill(opened, mask.dtype == torch.bool)
+
+
+def following(inputs: dict, start: torch.Tensor, later: dict, length: torch.Tensor):
+    """The Following by which inputs give the later ones, or None. The host waits for the answer."""
+    names = {name for (name, _), _ in _parts(inputs)[0]}
+    masks = [x for (name, _), x in _parts(inputs)[0] if name == MASK]
+    if not {IDS} <= names <= {IDS, POSITIONS, MASK} or any(x.ndim != 4 for x in masks):
+        return None
+    found = Following(inputs, start)
+    (made, plain), (given, others) = _parts(found.now(length)), _parts(later)
+    if plain != others or [name for name, _ in made] != [name for name, _ in given]:
+        return None
+    for ((name, _), x), (_, y) in zip(made, given):
+        if name != IDS and not (x.shape == y.shape and torch.equal(x, y)):
+            return None
+    return found
+
+
+class Round:
+    """Calls of T tokens on one cache.
+
+    name: of the model's argument that takes the cache. inputs(): transformers' for the tokens `ids`
+    [1, T], which are made only where they are needed.
+    """
+
+    def __init__(self, model: nn.Module, cache: Any, name: str, T: int, choice: RowChoice,
+                 back: TakesBack, inputs: Callable[[torch.Tensor], dict]):  # fmt: skip
+        self.model, self.cache, self.name, self.T = model, cache, name, T
+        self.choice, self.back, self.inputs = choice, back, inputs
+        device = back.length.device
+        self.device = device
+        self.ids = torch.zeros(1, T, dtype=torch.int64, device=device)
+        self.slot = Graph.delivery(device, [self.ids[0]])
+        self.before: Optional[tuple] = None  # inputs and length of the first call
+        self.graph: Optional[Graph] = None
+        self.static: Optional[dict] = None  # inputs that the graph does not make
+        self.tokens = self.logits = self.scores = None  # of the latest call
+        self.watches: tuple = (None, None)
+        self.modes: tuple = ()
+        self.reason: Optional[str] = None
+        self.replays = self.wasted = 0
+
+    def __call__(self, ids: List[int]) -> List[int]:
+        """Returns the tokens that are chosen behind each of ids; the cache keeps the right ones."""
+        self.ids.copy_(torch.tensor([ids]))
+        self._run()
+        self.slot.send([self.tokens])
+        return self.slot.wait()[0].tolist()
+
+    def _run(self) -> None:
+        if self.graph is not None:
+            if self._holds():
+                return self._replay()
+            self._drop()
+        inputs = {**self.inputs(self.ids), IDS: self.ids}
+        reason = why_not_now(self.device) or self.reason or why_not_model(self.model)
+        if reason is not None:
+            if reason not in PASSING:
+                say(self.model, reason)
+            return self._verify(inputs)
+        if self.before is None:
+            start = self.back.length.clone()
+            self.before = {**_map(inputs, torch.clone), IDS: self.ids}, start
+            return Graph(self.device).run(lambda: self._verify(inputs))
+        return self._capture(inputs, Graph(self.device))
+
+    def _verify(self, inputs: dict) -> None:
+        T, back = self.T, self.back
+        before = back.length.clone()
+        out = self.model(**{self.name: self.cache}, **inputs)
+        self.logits = out.logits[0, -T:]
+        self.tokens, self.scores = self.choice.choose(self.logits, self.ids[0], before)
+        right = right_ones(self.ids[0], self.tokens)
+        self.choice.keep(right)
+        if T > 1:
+            back.keep(right, T)
+
+    def _capture(self, inputs: dict, graph: Graph) -> None:
+        before, back = self.before, self.back
+        made = following(*before, inputs, back.length)
+        static = None if made is not None else {**_map(inputs, torch.clone), IDS: self.ids}
+        watch, model = CacheWatch(self.cache), ModelWatch(self.model)
+        counts = watch.counts()
+        try:
+            graph.capture(lambda: self._verify(made.now(back.length) if made else static))
+            if not watch.holds(self.cache):
+                raise RuntimeError("it puts new tensors into its cache")
+            if model.counts_on():
+                raise RuntimeError("its modules count their steps")
+        except Exception as error:
+            cause = error.__context__ or error  # the end of the capture fails after its cause
+            said = str(cause).partition("\n")[0] or type(cause).__name__
+            self.reason = f"its round cannot be captured: {said}"
+        finally:
+            watch.set_counts(counts)
+        if self.reason is not None:
+            say(self.model, self.reason)
+            return self._verify(inputs)
+        self.graph, self.static = graph, static
+        self.watches, self.modes = (watch, ModelWatch(self.model)), self._modes()
+        return self._replay()
+
+    def _modes(self) -> tuple:
+        return Graph.place(self.device), torch.is_inference_mode_enabled()
+
+    def _holds(self) -> bool:
+        """True if torch's modes, the cache and the model are as they were at the capture."""
+        of_cache, of_model = self.watches
+        if why_not_now(self.device) is not None or self.modes != self._modes():
+            return False
+        return not of_cache.is_full() and of_cache.holds(self.cache) and of_model.holds()
+
+    def _replay(self) -> None:
+        if self.static is not None:
+            new = _parts({**self.inputs(self.ids), IDS: self.ids})[0]
+            for (_, mine), (_, x) in zip(_parts(self.static)[0], new):
+                if mine is not x:
+                    mine.copy_(x)
+        self.graph.replay()
+        self.replays += 1
+
+    def count(self, tokens: int) -> None:
+        """Sets what Python counts of the cache."""
+        for layer in self.cache.layers:
+            if hasattr(layer, "cumulative_length_int"):
+                layer.cumulative_length_int = tokens
+
+    def _drop(self) -> None:
+        self.wasted += self.replays < PAYS
+        self.graph = self.static = self.before = None
+        self.watches, self.replays = (None, None), 0
+        if self.wasted >= WASTED:
+            self.reason = "what a graph has baked in changed again and again"
