@@ -48,16 +48,16 @@ def step(model, share=1, **options):
     return out, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def served(model):
-    row = loss.serve_loss(model)
+def served(model, least=False):
+    row = loss.serve_loss(model, least)
     assert (row.reason, row.layer) == (None, "loss")
     return model
 
 
-def compare(model, share=1, **options):
+def compare(model, share=1, least=False, **options):
     """The model's step before and after serve_loss; the output after it."""
     before, gradients = step(model, share, **options)
-    after, found = step(served(model), share, **options)
+    after, found = step(served(model, least), share, **options)
     assert after.logits is None and after.keys() == before.keys() - {"logits"}
     assert_close(after.loss, before.loss)
     assert found.keys() == gradients.keys()
@@ -70,6 +70,53 @@ def compare(model, share=1, **options):
 @pytest.mark.parametrize("options", [{}, {"num_items_in_batch": 7}])
 def test_step_is_the_models_own(device, options, share):
     compare(tiny().to(device), share, **options)
+
+
+@pytest.fixture
+def by_tokens(monkeypatch):
+    """Losses of single tokens, as many tokens have them; returns their calls."""
+    made, calls = loss.linear_cross_entropy, []
+
+    def record(*args, reduction, **kwargs):
+        calls.append(reduction)
+        return made(*args, reduction=reduction, **kwargs)
+
+    monkeypatch.setattr(submodule("loss.checks"), "rows_of_piece", lambda *_: 4)
+    monkeypatch.setattr(loss, "linear_cross_entropy", record)
+    return calls
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+@pytest.mark.parametrize("options", [{}, {"num_items_in_batch": 7}], ids=str)
+def test_least_memory(device, by_tokens, options, name):
+    more = {"head_dim": 16, "final_logit_softcapping": 2.0} if name == "Gemma2" else {}
+    model = tiny(name, vocab_size=211, **more).to(device)
+    compare(model, share=4, least=True, **options)
+    served(model)
+    step(model, **options)
+    model.lm_head.requires_grad_(False)
+    compare(model, least=True, **options)  # there is no gradient of the weight to save
+    reduction = "sum" if options else "mean"
+    assert by_tokens == ["none", reduction, reduction, reduction]
+
+
+def test_the_argument(kernel):
+    for value, said in ((True, ""), ("least memory", ", least memory")):
+        (row,) = kernel.kernelize(tiny(), only=["loss"], loss=value).rows
+        assert row.note == loss.BY + said
+    with pytest.raises(ValueError, match="loss must be True, False or 'least memory', got 'rows'"):
+        kernel.kernelize(tiny(), loss="rows")
+    with pytest.raises(TypeError, match="loss must be True or False, got float"):
+        kernel.kernelize(tiny(), loss=0.5)
+
+
+def test_where_words_hold_least():
+    """By what each way holds, in bytes: of Llama 3's sizes, and of sizes that are unlike them."""
+    rule = submodule("loss.checks").words_hold_least
+    assert rule(8192, 4096, 128256, True, 2) and not rule(8192, 4096, 128256, False, 2)
+    assert not rule(2048, 4096, 128256, True, 2)  # logits are one piece anyway
+    assert not rule(8192, 4096, 4096, True, 2)  # logits are as small as hidden states
+    assert not rule(2**17, 4096, 32000, True, 2)  # hidden states are larger than the weight
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "Mistral", "Qwen3_5"])
@@ -163,12 +210,14 @@ def test_threads(device):
     assert model(**batch(model)).logits is None and seen[0].shape == (2, 11, 61)
 
 
-def test_all_labels_are_ignored(device):
+@pytest.mark.parametrize("least", [False, True])
+def test_all_labels_are_ignored(device, by_tokens, least):
     """The mean of nothing is nan; its gradients are zeros, and so are those of the sum."""
-    model = tiny().to(device)
+    model = tiny(vocab_size=211).to(device)
     labels = torch.full_like(batch(model)["labels"], -100)
     before, gradients = step(model, labels=labels)
-    after, found = step(served(model), labels=labels)
+    after, found = step(served(model, least), labels=labels)
+    assert by_tokens == ["none" if least else "mean"]
     assert before.loss.isnan() and after.loss.isnan()
     assert found.keys() == gradients.keys()
     for name, gradient in gradients.items():

@@ -38,6 +38,17 @@ def way_of(M: int, H: int, trained: bool) -> str:
     return "kept" if M <= 2 * H + rows_of_piece(H, True) else "rows"
 
 
+def words_hold_least(M: int, H: int, V: int, trained: bool, size: int) -> bool:
+    """True if a loss by the log-probability of each token holds less than "kept" and "rows" do.
+
+    It has no copy of the weight's gradient in fp32, but makes the logits a second time in the
+    backward. size: bytes of an element of the logits.
+    """
+    piece = min(M, rows_of_piece(H, trained)) * V * size
+    rows = piece + M * H * size + (4 * V * H if trained else 0)
+    return piece + 4 * M * H < min(M * V * size, rows)
+
+
 def _tensors(hidden, weight, bias, target, ignore_index: int) -> None:
     has_last("hidden", hidden, "H")
     is_floating("hidden", hidden)

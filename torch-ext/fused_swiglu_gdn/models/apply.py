@@ -3,7 +3,7 @@
 import contextlib
 import enum
 import threading
-from typing import List, Optional, Sequence, Tuple
+from typing import List, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from ..parallel.checks import is_group
 from ..runtime.checks import are_flags, are_words, is_int, is_model
 from .context_attention import restore_attention, serve_attention
 from .experts import restore_experts, serve_experts
-from .fused_loss import serve_loss
+from .fused_loss import LEAST, serve_loss
 from .lora import note_of
 from .loss import serve_cross_entropy
 from .recognise import KINDS, OF_MODULES, is_nothing, recognise, replace
@@ -36,7 +36,7 @@ def kernelize(
     *,
     only: Optional[Sequence[str]] = None,
     skip: Optional[Sequence[str]] = None,
-    loss: bool = False,
+    loss: Union[bool, str] = False,
     cuda_graphs: bool = False,
     replay: int = 0,
     cp_group=None,
@@ -63,7 +63,9 @@ def kernelize(
             "lora" (of the peft package), "experts", "loss" (of language models). All of them by
             default.
         loss: in training steps the loss of a language model is made without its logits, where the
-            loss is the same; `output.logits` is None there (docs/training.md).
+            loss is the same; `output.logits` is None there (docs/training.md). "least memory": also
+            without a copy of the gradient of `lm_head`'s weight in fp32, at the price of a fourth
+            product of tokens, width and vocabulary.
         cuda_graphs: `model.generate` then replays a CUDA graph of a decoding step, if a replay
             computes the same. That needs a static cache; a call that asks for no kind of cache and
             does not return it gets one where graphs pay (docs/decoding.md).
@@ -85,8 +87,8 @@ def kernelize(
     Raises:
         TypeError: model is no nn.Module, replay no int, a flag no bool, or trust no list of
             classes of modules.
-        ValueError: mode, only or skip is no known word; replay is 1 or negative; with cp_group, a
-            Gated DeltaNet layer cannot or shall not be replaced.
+        ValueError: mode, only, skip or loss is no known word; replay is 1 or negative; with
+            cp_group, a Gated DeltaNet layer cannot or shall not be replaced.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -102,7 +104,8 @@ def kernelize(
         True
     """
     is_model("kernelize", model)
-    are_flags(loss=loss, cuda_graphs=cuda_graphs, cp_attention=cp_attention)
+    are_flags(cuda_graphs=cuda_graphs, cp_attention=cp_attention)
+    _check_loss(loss)
     _check_mode(mode)
     kinds = _kinds(only, skip)
     _check_replay(replay)
@@ -118,7 +121,7 @@ def kernelize(
         _exchanges_states(model, rows)
         rows += serve_attention(model) if cp_attention else []
     restore_graphs(model)
-    of_loss = serve_loss(model) if loss else None
+    of_loss = serve_loss(model, loss == LEAST) if loss else None
     if "loss" in kinds and (of_loss is None or of_loss.reason is not None):
         found = serve_cross_entropy(model, _place_of(model))
         of_loss = of_loss or found
@@ -148,6 +151,13 @@ def _exchanges_states(model: nn.Module, rows: List[Row]) -> None:
                 f"model must have all its Gated DeltaNet layers served with cp_group, but "
                 f"{row.module} is left alone: {row.reason}"
             )
+
+
+def _check_loss(loss: object) -> None:
+    if not isinstance(loss, str):
+        are_flags(loss=loss)
+    elif loss != LEAST:
+        raise ValueError(f"loss must be True, False or {LEAST!r}, got {loss!r}")
 
 
 def _check_replay(replay: int) -> None:

@@ -13,7 +13,9 @@ CPU: what the forward makes of them says by which factor and which cap, in every
 import functools
 import inspect
 import math
+import sys
 import threading
+from types import CodeType
 from typing import Callable, Optional, Tuple
 
 import torch
@@ -23,12 +25,14 @@ from torch import Tensor, nn
 from ..layers.own_code import why_not_own
 from ..layers.plain import PLAIN_TENSORS, torch_unpatched, why_hooked
 from ..loss.api import linear_cross_entropy
+from ..loss.checks import words_hold_least
 from ..runtime import device
 from .loss import by_kernel, is_next_token_loss, language_model
 from .report import Row
 from .serving import own_class, serve, why_replaced
 
 BY = "linear_cross_entropy: output.logits are None in training steps"
+LEAST = "least memory"  # kernelize's argument
 _thread = threading.local()  # .step: the _Step of the model whose forward runs
 
 
@@ -61,10 +65,29 @@ def _form_of(logits) -> Optional[Tuple[float, Optional[float]]]:
 
 class _Step:
     """A training step without logits: its lm_head, the hidden states that this has got, and what it
-    has given. plain: those themselves."""
+    has given. plain: those themselves. least: memory before time. code: the model's forward, which
+    alone is given hidden states for logits."""
 
-    def __init__(self, head: nn.Module, plain: bool):
-        self.head, self.plain, self.hidden, self.given = head, plain, None, None
+    def __init__(self, head: nn.Module, plain: bool, least: bool, code: CodeType):
+        self.head, self.plain, self.least, self.code = head, plain, least, code
+        self.hidden, self.given = None, None
+
+
+def _during(step: Optional[_Step], call: Callable, *args, **kwargs):
+    """call(*args, **kwargs) as this step of the thread, or as none."""
+    before, _thread.step = getattr(_thread, "step", None), step
+    try:
+        return call(*args, **kwargs)
+    finally:
+        _thread.step = before
+
+
+def _caller() -> CodeType:
+    """The code that calls a module, seen from the module's forward."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_filename == nn.Module.__call__.__code__.co_filename:
+        frame = frame.f_back
+    return frame.f_code
 
 
 def _step_of(head: nn.Module) -> Optional[_Step]:
@@ -77,8 +100,13 @@ def _step_of(head: nn.Module) -> Optional[_Step]:
 def _project(self, hidden: Tensor):
     """The forward of a served lm_head."""
     step = _step_of(self)
-    if step is None:
-        return nn.Linear.forward(self, hidden)
+    if step is None or not torch.compiler.is_compiling() and _caller() is not step.code:
+        return nn.Linear.forward(self, hidden)  # also for a hook that looks at hidden layers
+    if step.hidden is not None:
+        raise RuntimeError(
+            "kernelize(model, loss=True): lm_head is called twice in a training step, which "
+            "torch.compile cannot tell apart: train without torch.compile, or without loss=True"
+        )
     step.hidden = hidden
     step.given = hidden if step.plain else _probe()
     return step.given
@@ -108,16 +136,20 @@ def _loss(step: _Step, kind: str) -> Callable:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         rows = hidden.reshape(-1, hidden.shape[-1])
         target = shift_labels.reshape(-1).to(hidden.device)
-        reduction = "mean" if num_items_in_batch is None else "sum"
+        count = num_items_in_batch
+        reduction = "mean" if count is None else "sum"
+        each = step.least and words_hold_least(
+            *rows.shape, len(head.weight), head.weight.requires_grad, rows.element_size()
+        )
         loss = linear_cross_entropy(
-            rows, head.weight, target, head.bias, ignore_index=ignore_index, reduction=reduction,
-            temperature=1.0 / form[0], softcap=form[1],
+            rows, head.weight, target, head.bias, ignore_index=ignore_index,
+            reduction="none" if each else reduction, temperature=1.0 / form[0], softcap=form[1],
         )  # fmt: skip
-        if num_items_in_batch is None:
+        if each:
+            loss, count = loss.sum(), (target != ignore_index).sum() if count is None else count
+        if count is None:
             return loss
-        if torch.is_tensor(num_items_in_batch):
-            num_items_in_batch = num_items_in_batch.to(loss.device)
-        return loss / num_items_in_batch
+        return loss / (count.to(loss.device) if torch.is_tensor(count) else count)
 
     return loss_function
 
@@ -151,31 +183,31 @@ def _is_step(model: nn.Module, labels, found: Callable, known: Callable) -> bool
 
 
 @functools.cache
-def _forward(own: type, known: Callable, plain: bool) -> Callable:
+def _forward(own: type, known: Callable, plain: bool, least: bool) -> Callable:
     """The forward of a served model of this class, and its loss function. plain: logits are passed
-    on as they are."""
-    get, kind = own.loss_function.fget, own.__name__
+    on as they are; least: memory before time."""
+    get, kind, code = own.loss_function.fget, own.__name__, inspect.unwrap(own.forward).__code__
 
     @functools.wraps(own.forward)
     def forward(self, *args, **kwargs):
+        compiling = torch.compiler.is_compiling()
         step = _is_step(self, kwargs.get("labels"), get(self), known)
-        if not step or not plain and torch.compiler.is_compiling():
+        if compiling and not (step and plain):
             return own.forward(self, *args, **kwargs)
+        if not step:  # though within one, where a hook calls the model
+            return _during(None, own.forward, self, *args, **kwargs)
         whole = kwargs.pop("return_dict", None)
         if whole is None:
             whole = getattr(self.config, "return_dict", True)
         head = self._modules["lm_head"]
-        step = _Step(head, plain)
-        if torch.compiler.is_compiling():
+        step = _Step(head, plain, least, code)
+        if compiling:
             head.step_without_logits = step
             out = own.forward(self, *args, return_dict=True, **kwargs)
             head.step_without_logits = None
         else:
-            before, _thread.step = getattr(_thread, "step", None), step
-            try:
-                out = own.forward(self, *args, return_dict=True, **kwargs)
-            finally:
-                _thread.step, step.hidden, step.given = before, None, None
+            out = _during(step, own.forward, self, *args, return_dict=True, **kwargs)
+            step.hidden, step.given = None, None
         # entries are attributes and items: a new output has none of either
         found = {name: x for name, x in out.items() if name != "logits"}
         if whole:
@@ -184,7 +216,9 @@ def _forward(own: type, known: Callable, plain: bool) -> Callable:
 
     def loss_function(self):
         step = _step_of(self._modules["lm_head"])
-        return by_kernel(get(self)) if step is None else _loss(step, kind)
+        if step is None or step.hidden is None:  # or asked for before lm_head, by a hook
+            return by_kernel(get(self))
+        return _loss(step, kind)
 
     forward.view = {"loss_function": property(loss_function, own.loss_function.fset)}
     return forward
@@ -200,6 +234,14 @@ class _Part:
         self.given = given
 
     def __call__(self, *args, **kwargs):
+        return self.given
+
+
+class _Head(_Part):
+    """In the place of lm_head."""
+
+    def __call__(self, hidden):
+        self.caller = sys._getframe(1).f_code
         return self.given
 
 
@@ -231,9 +273,8 @@ def _logits_that_arrive(module: nn.Module, own: type, logits: Tensor) -> Optiona
 
     me = object.__new__(own)
     me.__dict__.update(module.__dict__)
-    me.__dict__["_modules"] = {
-        name: _Part(logits if name == "lm_head" else _Output(hidden)) for name in module._modules
-    }
+    me.__dict__["_modules"] = {name: _Part(_Output(hidden)) for name in module._modules}
+    head = me.__dict__["_modules"]["lm_head"] = _Head(logits)
     me.__dict__["_loss_function"] = record
     more = {}
     if "output_router_logits" in _names(own):  # a second loss is added to this one
@@ -242,6 +283,7 @@ def _logits_that_arrive(module: nn.Module, own: type, logits: Tensor) -> Optiona
         with torch.no_grad():
             out = own.forward(me, input_ids=ids, labels=labels, return_dict=True, **more)
         once = len(got) == 1 and out.loss is loss
+        once = once and head.caller is inspect.unwrap(own.forward).__code__
     except Exception:
         return None
     found = got[0] if once else (None, None)
@@ -284,9 +326,9 @@ def _why_not(module: nn.Module) -> Optional[str]:
     return None
 
 
-def serve_loss(model: nn.Module) -> Optional[Row]:
+def serve_loss(model: nn.Module, least: bool = False) -> Optional[Row]:
     """Makes the model's loss without logits; returns a row of the report, or None without an
-    lm_head."""
+    lm_head. least: in the least memory, where that is not the fastest."""
     found = language_model(model)
     if found is None:
         return None
@@ -294,6 +336,7 @@ def serve_loss(model: nn.Module) -> Optional[Row]:
     own, reason = own_class(module), _why_not(module)
     if reason is None:
         known, plain = own.loss_function.fget(module), _is_plain(module, own)
-        serve(module, "loss", _forward(own, known, plain))
+        serve(module, "loss", _forward(own, known, plain, least))
         serve(module.lm_head, "loss", _project)
-    return Row(name, own.__name__, "loss", BY if reason is None else None, reason)
+    by = f"{BY}, {LEAST}" if least else BY
+    return Row(name, own.__name__, "loss", by if reason is None else None, reason)
