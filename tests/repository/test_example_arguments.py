@@ -38,6 +38,7 @@ def said(name: str, line: str, monkeypatch, capsys, code: int) -> str:
         ("kernelize_llm", "--device gpu", "invalid choice: 'gpu'"),
         ("kernelize_llm", "--device cuda", "--device cuda: torch finds no GPU"),
         ("finetune_lora", "--steps 0", "--steps must be at least 2"),
+        ("finetune_lora", "--gguf no.gguf", "--gguf must be a file: no.gguf"),
         ("train_bytes", "--steps 0", "--steps must be at least 1"),
         ("train_bytes", "--seeds 0", "--seeds must be at least 1"),
         ("train_bytes", "--only mine", "invalid choice: 'mine'"),
@@ -57,6 +58,7 @@ def test_what_cannot_run(monkeypatch, capsys, name, line, words):
     "name, line, package",
     [
         ("finetune_lora", "", "peft"),
+        ("finetune_lora", "--gguf", "gguf"),
         ("train_bytes", "--out .", "matplotlib"),
         ("train_digits", "", "scikit-learn"),
         ("train_digits", "--data mnist", "torchvision"),

@@ -61,6 +61,16 @@ def test_qlora(example, kernel, capsys):
     assert "DecoderLayer" in said and "left alone: quantised to 4 bits by bitsandbytes" in said
 
 
+def test_lora_of_a_gguf(example, kernel, monkeypatch):
+    """Beside a tiny model in the place of the one that is downloaded."""
+    pytest.importorskip("peft")
+    module, parts = example("finetune_lora"), importlib.import_module("parts")
+    monkeypatch.setattr(parts, "model_of", lambda name: parts.tiny_model("llama"))
+    monkeypatch.setattr(parts, "tokenizer_of", lambda name: parts.byte_tokenizer())
+    before, after = module.run(kernel, "cpu", 3, gguf="some.gguf")
+    assert after == pytest.approx(before, rel=1e-4) and after[-1] < after[0]
+
+
 def test_policies(example, kernel):
     found = example("train_policy").run(kernel, "cpu", 4)
     assert set(found) == {"GRPO", "DPO"}
