@@ -301,7 +301,13 @@ def main() -> int:
     )
     here = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cpu", "cuda"), default=here, help="where it runs")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=["Llama", "Qwen3.5"])
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=MODELS,
+        default=["Llama", "Qwen3.5"],
+        help="(default: Llama Qwen3.5)",
+    )
     options = parser.parse_args()
     device = options.device
     if device == "cuda" and not torch.cuda.is_available():
