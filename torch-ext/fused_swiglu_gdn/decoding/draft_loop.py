@@ -230,7 +230,7 @@ class Loop:
         return len(tokens)
 
     def result(self):
-        """What transformers' loop returns."""
+        """The tokens, or the output object, as transformers' loop returns them."""
         if self.streamer is not None:
             self.streamer.end()
         self.back.leave()
