@@ -230,7 +230,7 @@ class Loop:
         return len(tokens)
 
     def result(self):
-        """The tokens, or the output object, as transformers' loop returns them."""
+        """Returns what transformers' loop does."""
         if self.streamer is not None:
             self.streamer.end()
         self.back.leave()
