@@ -36,7 +36,7 @@ class Lookup:
 
 
 class Pace:
-    """Whether drafts are worth a round.
+    """Decides whether drafts are worth a round.
 
     A round of several tokens takes longer than one token: WORTH of it, an estimate for one H200.
     Where the latest WINDOW rounds gave fewer tokens each, the next REST tokens come one by one, and

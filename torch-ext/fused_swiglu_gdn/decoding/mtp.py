@@ -222,8 +222,8 @@ ONE = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 def _stacked(found: Dict[str, Any]) -> Dict[str, Any]:
-    """With experts that are stored one by one as the tensors of all: gate_up_proj [E, 2 I, H] and
-    down_proj [E, H, I]."""
+    """Returns experts that are stored one by one as the tensors of all: gate_up_proj [E, 2 I, H]
+    and down_proj [E, H, I]."""
     kept, experts = {}, {}
     for name, x in found.items():
         match = ONE.fullmatch(name)

@@ -32,7 +32,7 @@ class Following:
         self.row = torch.arange(T, device=start.device)[:, None]
 
     def now(self, length: torch.Tensor) -> dict:
-        """Those for `length` [] tokens in the cache."""
+        """Returns those for `length` [] tokens in the cache."""
         found = dict(self.inputs)
         if POSITIONS in found:
             found[POSITIONS] = found[POSITIONS] + (length - self.start)
@@ -43,7 +43,7 @@ class Following:
         return {name: x for name, x in found.items() if name in self.inputs}
 
     def _mask(self, mask: Optional[torch.Tensor], length: torch.Tensor):
-        """[1, 1, T, slots]: the slots that were attended before, and those of the tokens since."""
+        """Returns a mask [1, 1, T, slots] of the slots attended before, and of the tokens since."""
         if mask is None:
             return None
         slots = torch.arange(mask.shape[-1], device=mask.device)

@@ -92,7 +92,7 @@ class RowChoice:
 
 
 def right_ones(ids: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """[], how many tokens of a round count: ids [T] were read, tokens [T] chosen behind them."""
+    """Number [] of tokens of a round that count: ids [T] read, tokens [T] chosen behind them."""
     return (ids[1:] == tokens[:-1]).cumprod(0).sum() + 1
 
 

@@ -19,7 +19,7 @@ LINEAR = "LinearAttentionLayer"  # cache layers with a recurrent state
 
 
 class Rows(NamedTuple):
-    """What a layer's round reads and writes."""
+    """Tensors that a layer's round reads and writes."""
 
     pool: torch.Tensor  # [T, HV, K, V], the states after each token
     columns: torch.Tensor  # [1, D, W - 1 + T - 1], the latest inputs of the convolution
@@ -53,7 +53,7 @@ class TakesBack:
 
     @property
     def length(self) -> torch.Tensor:
-        """[], the tokens in the cache."""
+        """Number of tokens in the cache, a tensor []."""
         return self.lengths[0]
 
     def begin(self) -> None:
