@@ -102,10 +102,11 @@ def _take_apart(cubin: bytes, ptx: str, said: str, digest: bool) -> dict:
 def _is_serialized(ptx: str, said: str) -> bool:
     """By what ptxas said, or says now where Triton had the kernel from its cache."""
     if not said:
-        with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-            file.write(ptx)
-            file.flush()
-            said = _run("ptxas", "-v", "--gpu-name=sm_90a", "-o", "/dev/null", file.name)
+        # what ptxas writes to is removed first: to root, /dev/null itself
+        with tempfile.TemporaryDirectory() as folder:
+            ptx_file, out = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+            ptx_file.write_text(ptx)
+            said = _run("ptxas", "-v", "--gpu-name=sm_90a", "-o", str(out), str(ptx_file))
     return "wgmma.mma_async instructions are serialized" in said
 
 
