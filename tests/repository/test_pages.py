@@ -70,7 +70,7 @@ def sessions():
 
 
 @pytest.fixture
-def as_a_reader(repository, monkeypatch):
+def as_a_reader(repository, monkeypatch, own_functions):
     """In a built clone; what torch has for the whole process is put back."""
     pytest.importorskip("kernels")
     pytest.importorskip("transformers")

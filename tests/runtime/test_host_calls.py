@@ -400,6 +400,7 @@ def test_functions_of_kernelize(hopper):
     pytest.importorskip("transformers")
     from tiny_models import random_model
 
+    hopper.kernelize(random_model("llama"))  # what torch and transformers import late
     submodule("models.trust")._codes.clear()
     for name in ("mlp", "norm_trial", "attention_trial", "layer_trial"):
         for table in ("_found", "_forms"):
