@@ -31,7 +31,7 @@ from .in_place import InPlace, take_back
 from .late import Generate, why_not_late
 from .output import Output
 from .rehearsal import expect_none, expect_prompt
-from .watch import CacheWatch, ModelWatch
+from .watch import ModelWatch, capturing
 
 SEAM = "get_compiled_call"
 REPLACED = {SEAM, Generate.name, Update.name, Masks.name}  # methods of a model
@@ -184,8 +184,6 @@ class Step:
         static = _map(inputs, torch.clone)
         tensors = _parts(static)[0]
         ahead = ahead_of(self.before, tensors, cache) if self.loops else None
-        watch, before = CacheWatch(cache), ModelWatch(model)
-        counts = watch.counts()
         ids = static["input_ids"]
         chooser = None if choice is None else Chooser(choice)
 
@@ -196,26 +194,17 @@ class Step:
                 ahead.advance()
             return out, chosen
 
-        try:
+        with capturing(cache, model, "its step") as found:
             out, chosen = graph.capture(step)
             self.output = Output(out, cache)
             if chosen is not None:
                 self.output.replace_logits(chosen)
-            if not watch.holds(cache):
-                raise RuntimeError("it puts new tensors into its cache")
-            if before.counts_on():
-                raise RuntimeError("its modules count their steps")
-        except Exception as error:
-            cause = error.__context__ or error  # the end of the capture fails after its cause
-            said = str(cause).partition("\n")[0] or type(cause).__name__
-            self.reason = f"its step cannot be captured: {said}"
-        finally:
-            watch.set_counts(counts)
+        self.reason = found.reason
         if self.reason is not None:
             return self._eager(model, cache, inputs, self.reason)
         self.graph, self.static = graph, [x for _, x in tensors]
         self.ahead, self.mask, self.before = ahead, static.get(MASK), []
-        self.watches, self.chooser = (watch, ModelWatch(model)), chooser
+        self.watches, self.chooser = (found.watch, ModelWatch(model)), chooser
         return self._replay(cache, _parts(inputs)[0], choice)
 
     def _drop(self) -> None:

@@ -17,7 +17,7 @@ from .graph_rules import PASSING, why_not_model, why_not_now
 from .graphs import PAYS, WASTED, _map, _parts, say
 from .row_choice import RowChoice, right_ones
 from .rows import TakesBack
-from .watch import CacheWatch, ModelWatch
+from .watch import ModelWatch, capturing
 
 
 class Following:
@@ -130,25 +130,14 @@ class Round:
         before, back = self.before, self.back
         made = following(*before, inputs, back.length)
         static = None if made is not None else {**_map(inputs, torch.clone), IDS: self.ids}
-        watch, model = CacheWatch(self.cache), ModelWatch(self.model)
-        counts = watch.counts()
-        try:
+        with capturing(self.cache, self.model, "its round") as found:
             graph.capture(lambda: self._verify(made.now(back.length) if made else static))
-            if not watch.holds(self.cache):
-                raise RuntimeError("it puts new tensors into its cache")
-            if model.counts_on():
-                raise RuntimeError("its modules count their steps")
-        except Exception as error:
-            cause = error.__context__ or error  # the end of the capture fails after its cause
-            said = str(cause).partition("\n")[0] or type(cause).__name__
-            self.reason = f"its round cannot be captured: {said}"
-        finally:
-            watch.set_counts(counts)
+        self.reason = found.reason
         if self.reason is not None:
             say(self.model, self.reason)
             return self._verify(inputs)
         self.graph, self.static = graph, static
-        self.watches, self.modes = (watch, ModelWatch(self.model)), self._modes()
+        self.watches, self.modes = (found.watch, ModelWatch(self.model)), self._modes()
         return self._replay()
 
     def _modes(self) -> tuple:
