@@ -6,9 +6,7 @@ Expert e = g SIZE + j of group g is at place g SIZE_PADDED + j of the program's 
 import triton
 import triton.language as tl
 
-from .ranks import _ranked
-
-_LEAST_KEY = tl.constexpr(-0x7FFFFFFFFFFFFFFF)  # below the key of every score
+from .ranks import _LEAST_KEY, _ranked, _store_best
 
 
 @triton.jit
@@ -72,16 +70,5 @@ def _grouped_topk_kernel(
     inside = tl.reshape(inside, (GROUPS_PADDED * SIZE_PADDED,))
     keys = tl.where(inside != 0, keys, _LEAST_KEY)
 
-    slot = tl.arange(0, SLOTS)
-    ids = tl.zeros((SLOTS,), tl.int32)
-    weights = tl.zeros((SLOTS,), tl.float32)
-    for k in tl.static_range(K):
-        first = keys == tl.max(keys, 0)
-        ids = tl.where(slot == k, tl.sum(tl.where(first, e, 0), 0), ids)
-        weights = tl.where(slot == k, tl.sum(tl.where(first, scores, 0.0), 0), weights)
-        keys = tl.where(first, _LEAST_KEY, keys)
-    if RENORMALIZE:
-        weights = weights / (tl.sum(weights, 0) + LEAST)
-    weights = (weights * scale).to(weights_ptr.dtype.element_ty)
-    tl.store(weights_ptr + token * K + slot, weights, mask=slot < K)
-    tl.store(ids_ptr + token * K + slot, ids.to(tl.int64), mask=slot < K)
+    out = (weights_ptr, ids_ptr)
+    _store_best(out, token, keys, e, scores, scale, K, SLOTS, RENORMALIZE, LEAST)

@@ -14,7 +14,7 @@ from ...runtime.launch import Launch
 from ...runtime.sizes import next_power_of_2
 from ..call import LEAST, Topk, TopkGradient
 from .grouped import _grouped_topk_kernel
-from .ranks import _ranked
+from .ranks import _ranked, _store_best
 
 
 @triton.jit
@@ -51,19 +51,8 @@ def _topk_kernel(
         bias = tl.load(bias_ptr + e, mask=e < E, other=0.0).to(tl.float32)
         choice = tl.where(e < E, scores + bias, float("-inf"))
     keys = _ranked(choice, e, EXPERTS)
-    slot = tl.arange(0, SLOTS)
-    ids = tl.zeros((SLOTS,), tl.int32)
-    weights = tl.zeros((SLOTS,), tl.float32)
-    for k in tl.static_range(K):
-        first = keys == tl.max(keys, 0)  # [EXPERTS], of one
-        ids = tl.where(slot == k, tl.sum(tl.where(first, e, 0), 0), ids)
-        weights = tl.where(slot == k, tl.sum(tl.where(first, scores, 0.0), 0), weights)
-        keys = tl.where(first, -0x7FFFFFFFFFFFFFFF, keys)
-    if RENORMALIZE:
-        weights = weights / (tl.sum(weights, 0) + LEAST)
-    weights = (weights * scale).to(weights_ptr.dtype.element_ty)
-    tl.store(weights_ptr + token * K + slot, weights, mask=slot < K)
-    tl.store(ids_ptr + token * K + slot, ids.to(tl.int64), mask=slot < K)
+    out = (weights_ptr, ids_ptr)
+    _store_best(out, token, keys, e, scores, scale, K, SLOTS, RENORMALIZE, LEAST)
 
 
 @triton.jit(do_not_specialize=["E"])
