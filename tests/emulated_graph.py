@@ -25,6 +25,7 @@ class Recording(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.calls, self.before, self.made = [], {}, set()
+        self.read = {}  # storages of before -> how many tensors of the recording they have
         self.random = torch.get_rng_state()  # a capture draws no numbers
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -39,12 +40,34 @@ class Recording(TorchDispatchMode):
                     storage = x.untyped_storage()
                     if storage.data_ptr() not in self.made:
                         self.before.setdefault(storage.data_ptr(), (storage, storage.clone()))
+        if schema.name == "aten::lift_fresh":  # a number of Python's
+            self.made.add(args[0].untyped_storage().data_ptr())
         out = function(*args, **kwargs)
         read = {x.untyped_storage().data_ptr() for x in tensors_in((args, kwargs))}
         for x in tensors_in(out):
             self.made |= {x.untyped_storage().data_ptr()} - read
-        self.calls.append((function, args, kwargs, out))
+        self.calls.append((function, *map(self.alias, (args, kwargs, out))))
         return out
+
+    def alias(self, values):
+        """The values with tensors of the recording's own on the same memory."""
+        if isinstance(values, dict):
+            return {name: self.alias(x) for name, x in values.items()}
+        if isinstance(values, (tuple, list)):
+            return type(values)([self.alias(x) for x in values])
+        if not isinstance(values, torch.Tensor):
+            return values
+        storage = values.untyped_storage()
+        if storage.data_ptr() not in self.made:
+            known = self.read.setdefault(storage.data_ptr(), [storage, 1])
+            known[1] += 1
+        return values.detach()
+
+    def check(self):
+        """A graph keeps no memory of before alive: it reads what is there instead."""
+        for storage, mine in self.read.values():
+            if storage.data_ptr() and torch._C._storage_Use_Count(storage._cdata) <= mine:
+                raise RuntimeError(f"a graph reads {storage.nbytes()} bytes that were freed")
 
     def __exit__(self, *error):
         super().__exit__(*error)
@@ -93,6 +116,7 @@ class EmulatedGraph:
             return call()
 
     def replay(self):
+        self.recording.check()
         for function, args, kwargs, out in self.recording.calls:
             again = function(*args, **kwargs)
             for old, new in zip(tensors_in(out), tensors_in(again)):

@@ -4,6 +4,8 @@ Equal tokens alone prove nothing: with states that are never taken back they wer
 On a CPU a graph is emulated: emulated_graph.py.
 """
 
+import gc
+
 import decoding
 import pytest
 import torch
@@ -16,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
 device, graph = decoding.device, decoding.graph  # fixtures
 loop = submodule("decoding.draft_loop")
-MODELS = ["llama", "gemma2", "qwen3_5_text", "olmo_hybrid", "qwen3_5_moe_text"]
+MODELS = ["llama", "gemma2", "qwen3_5_text", "olmo_hybrid", "qwen3_5_moe_text", "kimi_linear"]
 
 
 class Oracle:
@@ -44,6 +46,15 @@ class Oracle:
 def rounds(graph, monkeypatch):
     monkeypatch.setattr(submodule("decoding.rounds"), "Graph", graph)
     return graph
+
+
+@pytest.fixture
+def serving(device, monkeypatch):
+    """Layers run their class's own forward where there are no kernels, KDA's among them: here our
+    torch code."""
+    if device == "cpu":
+        for module in ("layers.forward", "decoding.rows"):
+            monkeypatch.setattr(submodule(module), "serves", lambda *given: True)
 
 
 def cache_of(out):
@@ -82,7 +93,9 @@ LIMIT = {"cpu": 2e-5, "cuda": 1e-4}
 @pytest.mark.parametrize("count, wrong", [(3, None), (3, 0), (3, 1), (1, None), (7, 5)])
 @pytest.mark.parametrize("name", MODELS)
 @on_every_device
-def test_drafts_of_an_oracle(kernel, rounds, monkeypatch, name, count, wrong, device):
+def test_drafts_of_an_oracle(kernel, rounds, request, monkeypatch, name, count, wrong, device):
+    if name == "kimi_linear":
+        request.getfixturevalue("serving")
     model, ids = tiny(name, device), tokens(1, 11, device=device)
     kernel.kernelize(model, cuda_graphs=True)
     new = 40 if wrong is not None else 8 * (count + 1)
@@ -120,6 +133,48 @@ def test_states_that_are_not_put_back_are_seen(kernel, rounds, monkeypatch, devi
         assert_the_same(
             run(model, ids, max_new_tokens=24, prompt_lookup_num_tokens=3), before, 2e-5
         )
+
+
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+def test_layers_that_keep_no_states(kernel, rounds, monkeypatch, device):
+    """No token is drafted for a model whose layers run their class's own forward."""
+    ids, words = tokens(1, 11), {"max_new_tokens": 24, "prompt_lookup_num_tokens": 3}
+    model = tiny("kimi_linear", "cpu")
+    kernel.kernelize(model, cuda_graphs=True)
+    with pytest.raises(ValueError, match="stateful"):
+        run(model, ids, **words)
+    model = tiny("qwen3_5_text", "cpu")
+    kernel.kernelize(model, cuda_graphs=True)
+    of_rows = submodule("decoding.rows")._layer_class
+    monkeypatch.setattr(loop, "Lookup", Oracle)
+    monkeypatch.setattr(Oracle, "truth", list(range(90)))
+
+    def layer_class(own, T):
+        kind = of_rows(own, T)
+        monkeypatch.setattr(kind, "takes_back", lambda self, tokens: False)
+        return kind
+
+    monkeypatch.setattr(submodule("decoding.rows"), "_layer_class", layer_class)
+    with pytest.raises(RuntimeError, match="did not keep the state"):
+        run(model, ids, **words)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_text"])
+@on_every_device
+def test_graphs_go_with_their_call(kernel, rounds, monkeypatch, name, device):
+    """Nothing holds them that waits for the garbage collector, nor the cache."""
+    model, ids = tiny(name, device), tokens(1, 4, device=device).repeat(1, 4)
+    kernel.kernelize(model, cuda_graphs=True)
+    monkeypatch.setattr(loop.Pace, "WORTH", 0)
+    gc.collect()
+    before = len(rounds.alive)
+    gc.disable()
+    try:
+        rounds.captures = 0
+        run(model, ids, max_new_tokens=24, prompt_lookup_num_tokens=3)
+        assert rounds.captures > 0 and len(rounds.alive) == before
+    finally:
+        gc.enable()
 
 
 OPTIONS = {

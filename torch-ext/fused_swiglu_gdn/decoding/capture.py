@@ -1,7 +1,9 @@
 """Captures and replays a CUDA graph of one step; the only module of models/ that calls torch.cuda's
 graphs."""
 
+import contextlib
 import functools
+import gc
 import threading
 from typing import Callable, List, Optional
 
@@ -73,7 +75,7 @@ class Graph:
             side = _side(self.device, current.cuda_stream)
             try:
                 with torch.cuda.stream(current):  # which a failure does not bring back by itself
-                    with _graph(self.graph, side, pool):
+                    with _no_collection(), _graph(self.graph, side, pool):
                         return call()
             except BaseException:
                 self.graph = None
@@ -111,6 +113,18 @@ class Delivery:
     def wait(self) -> List[torch.Tensor]:
         self.there.synchronize()
         return self.values
+
+
+@contextlib.contextmanager
+def _no_collection():
+    """Keeps the garbage collector still: a graph that it frees breaks a capture."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def _graph(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool):

@@ -71,8 +71,6 @@ def why_not_loop(model: nn.Module, ids: torch.Tensor, config: Any, around: dict)
         return "it is not for one sequence"
     if around["assistant_tokenizer"] is not None or model.training:
         return "the assistant has other tokens"
-    if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
-        return "rounds of latent attention are not known to be right"  # Kimi Linear's are not
     if any(getattr(config, name, None) for name in OTHERS):
         return "drafts come in another way"
     if getattr(config, "disable_compile", True) or why_not_now(ids.device) is not None:
@@ -107,7 +105,7 @@ def _with_cache(model: nn.Module, ids: torch.Tensor, config: Any, given: dict, c
         made = sys.modules[CACHES].StaticCache(config=model.config, max_cache_len=slots + count)
         if _slides(made, slots + count):
             raise NotServed  # a window becomes full
-    if why_not_rows(made) is not None:
+    if why_not_rows(made, model) is not None:
         raise NotServed
     with_rows(made, 1 + count)
     return {**given, name: made}
@@ -234,6 +232,7 @@ class Loop:
         if self.streamer is not None:
             self.streamer.end()
         self.back.leave()
+        self.rounds, self.now = {}, None  # they hold the loop, too: their graphs are freed here
         ids = self.prompt_ids.new_tensor([self.ids])
         if not getattr(self.config, "return_dict_in_generate", False):
             return ids

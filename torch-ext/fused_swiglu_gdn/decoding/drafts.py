@@ -20,14 +20,14 @@ from .draft_loop import MOST, NotServed, drafted
 from .graph_rules import CACHE_NAMES, CACHES
 from .late import UTILS, Generate, View
 from .mtp import Mtp, MtpDrafts
+from .rows import keeping
 
 ASSISTED, GENERATOR = "_assisted_decoding", "_get_candidate_generator"
 LOOKUP = "prompt_lookup_num_tokens"
-RULES = ("GatedDeltaNet", "KimiDeltaAttention")  # layers of ours that keep states
 
 
-def why_not_drafts(model: nn.Module) -> Optional[str]:
-    """Reason why transformers' refusal of drafts stays, or None."""
+def why_not_drafts(model: nn.Module, now: bool = True) -> Optional[str]:
+    """Reason why transformers' refusal of drafts stays, or None. now: as in `keeping`."""
     kind = type(model)
     if not getattr(kind, "_is_stateful", False):
         return "it has no recurrent state"
@@ -35,8 +35,7 @@ def why_not_drafts(model: nn.Module) -> Optional[str]:
         return "generate is not transformers' own"
     config = model.config.get_text_config(decoder=True)
     recurrent = [each for each in getattr(config, "layer_types", ()) or () if "linear" in each]
-    served = [m for _, m in named_modules(model) if _keeps_states(m)]
-    if not recurrent or len(recurrent) != len(served):
+    if not recurrent or len(recurrent) != keeping(model, now):
         return "a layer with a recurrent state is not served"
     return None
 
@@ -45,10 +44,6 @@ def _is_generate_own(kind: type) -> bool:
     mixin = getattr(sys.modules.get(UTILS), "GenerationMixin", None)
     names = ("generate", ASSISTED, GENERATOR)
     return mixin is not None and all(getattr(kind, n, None) is getattr(mixin, n, n) for n in names)
-
-
-def _keeps_states(module: nn.Module) -> bool:
-    return getattr(module, "served_as", "").endswith(RULES)
 
 
 def asks_for_drafts(model: nn.Module, options: dict) -> bool:
@@ -81,7 +76,7 @@ def serve_drafts(model: nn.Module) -> None:
         if type(before) is Generate and not refused and _is_generate_own(kind):
             setattr(module, Drafted.name, Drafted(module))  # for rounds that are graphs
         elif refused:
-            if type(before) in (type(None), Generate) and why_not_drafts(module) is None:
+            if type(before) in (type(None), Generate) and why_not_drafts(module, now=False) is None:
                 setattr(module, Drafted.name, Drafted(module))
             return
 

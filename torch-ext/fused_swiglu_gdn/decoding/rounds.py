@@ -85,6 +85,7 @@ class Round:
         self.before: Optional[tuple] = None  # inputs and length of the first call
         self.graph: Optional[Graph] = None
         self.static: Optional[dict] = None  # inputs that the graph does not make
+        self.made: Optional[Following] = None  # what those are made of that it does
         self.tokens = self.logits = self.scores = None  # of the latest call
         self.watches: tuple = (None, None)
         self.modes: tuple = ()
@@ -119,6 +120,8 @@ class Round:
         T, back = self.T, self.back
         before = back.length.clone()
         out = self.model(**{self.name: self.cache}, **inputs)
+        if T > 1:
+            back.check()
         self.logits = out.logits[0, -T:]
         self.tokens, self.scores = self.choice.choose(self.logits, self.ids[0], before)
         right = right_ones(self.ids[0], self.tokens)
@@ -136,7 +139,7 @@ class Round:
         if self.reason is not None:
             say(self.model, self.reason)
             return self._verify(inputs)
-        self.graph, self.static = graph, static
+        self.graph, self.static, self.made = graph, static, made
         self.watches, self.modes = (found.watch, ModelWatch(self.model)), self._modes()
         return self._replay()
 
@@ -167,7 +170,7 @@ class Round:
 
     def _drop(self) -> None:
         self.wasted += self.replays < PAYS
-        self.graph = self.static = self.before = None
+        self.graph = self.static = self.made = self.before = None
         self.watches, self.replays = (None, None), 0
         if self.wasted >= WASTED:
             self.reason = "what a graph has baked in changed again and again"

@@ -12,10 +12,15 @@ import functools
 from typing import Any, Callable, List, NamedTuple, Optional
 
 import torch
+from torch import nn
 
+from ..layers.norm import serves
+from ..layers.plain import named_modules
 from .graph_rules import CACHES
 
 LINEAR = "LinearAttentionLayer"  # cache layers with a recurrent state
+# layers of ours that keep the state after each token -> also where there are no kernels
+KEEPING = {"GatedDeltaNet": True, "KimiDeltaAttention": False}
 
 
 class Rows(NamedTuple):
@@ -25,6 +30,17 @@ class Rows(NamedTuple):
     columns: torch.Tensor  # [1, D, W - 1 + T - 1], the latest inputs of the convolution
     indices: torch.Tensor  # [1, T] int32, the rows of the pool
     accepted: torch.Tensor  # [1] int32, the tokens of the round before that were right
+
+
+def keeping(model: nn.Module, now: bool = True) -> int:
+    """Counts the layers of the model that keep the state after each token of a call.
+
+    A layer whose class's own forward runs keeps the last one alone, as KDA's do where there are no
+    kernels. now: of the model's dtype, where it is; otherwise where there are kernels.
+    """
+    x = torch.empty(0, dtype=model.dtype, device=model.device)
+    kinds = tuple([kind for kind, always in KEEPING.items() if always or not now or serves(x)])
+    return sum(getattr(m, "served_as", "").endswith(kinds) for _, m in named_modules(model))
 
 
 class TakesBack:
@@ -64,6 +80,15 @@ class TakesBack:
             self.accepted.fill_(1)
         self.of_rows = 1
 
+    def check(self) -> None:
+        """Raises if a layer has not kept the states of the round that it has computed."""
+        kept = [layer.__dict__.pop("kept", False) for layer in self.linear]
+        if not all(kept):
+            raise RuntimeError(
+                "a layer with a recurrent state did not keep the state after each token: its "
+                "forward is no longer that of kernelize"
+            )
+
     def keep(self, tokens: torch.Tensor, given: int) -> None:
         """In a round of `given` tokens: keeps the first tokens [] of them, on the device."""
         change = [tokens - given] * len(self.lengths)  # a tensor alone would be read by the host
@@ -102,8 +127,8 @@ def _taps(layer: Any) -> int:
     return layer.conv_states[0].shape[2]
 
 
-def why_not_rows(cache: Any) -> Optional[str]:
-    """Reason why tokens cannot be taken back from the static cache, or None."""
+def why_not_rows(cache: Any, model: nn.Module) -> Optional[str]:
+    """Reason why tokens cannot be taken back from a static cache of the model, or None."""
     if not any(
         isinstance(getattr(x, "cumulative_length", None), torch.Tensor) for x in cache.layers
     ):
@@ -112,6 +137,8 @@ def why_not_rows(cache: Any) -> Optional[str]:
         kind = type(layer).__name__
         if "Linear" in kind and (kind != LINEAR or layer.number_of_states != 1):
             return f"its cache has a layer that is a {kind}"
+    if sum(type(layer).__name__ == LINEAR for layer in cache.layers) != keeping(model):
+        return "a layer with a recurrent state is not served"
     return None
 
 
@@ -138,6 +165,7 @@ def _layer_class(own: type, T: int) -> type:
         def recur(self, rule: Callable, tensors: tuple, state: Any, options: dict):
             """The rule's outputs for the tokens of a round; the states go to the rows."""
             pool, _, indices, accepted = self.rows
+            self.kept = True
             return rule(
                 *tensors, initial_state=pool, state_indices=indices, num_accepted_tokens=accepted,
                 inplace_final_state=True, **options,
