@@ -104,15 +104,19 @@ def test_two_processes_give_what_one_gives(results, wrap):
 def test_shards_that_begin_inside_a_block(kernel, tmp_path):
     """Their scales would be of other rows, as they are for transformers."""
     parallel = pytest.importorskip("transformers.distributed.tensor_parallel")
+    advice = submodule("models.report").advice_for
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/one", rank=0, world_size=1)
     try:
         mesh = dist.init_device_mesh("cpu", (1,))
-        model = torch.nn.ModuleDict({"a": fp8_problems.linear(192, 512)})
-        model["a"]._hf_quantized_needs_local_tp = True
-        parallel.apply_tensor_parallelism(model, mesh, {"a": "colwise"})
-        (row,) = kernel.kernelize(model).left
-        assert "192 rows" in row.reason and "parallel" in submodule("models.report").advice_for(
-            row.reason
-        )
+        for N, K, plan, cut in (
+            (192, 512, "colwise", "192 rows"), (512, 192, "rowwise", "192 columns"),
+            (512, 192, "colwise", None), (192, 512, "rowwise", None),
+        ):  # fmt: skip
+            model = torch.nn.ModuleDict({"a": fp8_problems.linear(N, K)})
+            model["a"]._hf_quantized_needs_local_tp = True
+            parallel.apply_tensor_parallelism(model, mesh, {"a": plan})
+            left = [row.reason for row in kernel.kernelize(model).left]
+            assert len(left) == (cut is not None), (N, K, plan, left)
+            assert cut is None or cut in left[0] and "parallel" in advice(left[0])
     finally:
         dist.destroy_process_group()

@@ -112,9 +112,12 @@ def why_not_fp8(module: nn.Module) -> Optional[str]:
     if weight is None or scale is None:
         return "has a weight or scales that are no parameter of its own"
     if own_of_shards(module, module.__dict__.get("forward")) is not None:
+        cut = {p.dim for p in getattr(weight, "placements", ()) if p.is_shard()}
         weight, scale, bias = map(local, (weight, scale, bias))
-        if weight.shape[0] % BLOCK:  # others might begin inside a block of scales
-            return f"tensor parallel shards of {weight.shape[0]} rows, not multiples of {BLOCK}"
+        for axis, name in enumerate(("rows", "columns")):
+            size = weight.shape[axis]
+            if axis in cut and size % BLOCK:  # others might begin inside a block of scales
+                return f"tensor parallel shards of {size} {name}, not multiples of {BLOCK}"
     return (
         why_not_block(*scheme_of(module))
         or _why_not_parameters(weight, scale, bias)
