@@ -4,11 +4,11 @@
 
 Head dim 128, bf16, l2norm of q and k in the call, initial and final state, two regimes of gates:
 "qwen" as Qwen3.5 initialises them (A from 0.01 to 16), "slow" logsigmoid(n + 4). Peers: FLA's
-Triton kernels (FLA_FLASH_QLA=0 and FLA_TILELANG=0 keep FLA to them; not on the rows of four
-sequences), aiter's chunk_gated_delta_rule_opt_vk (tuned; GATED_DELTA_RULE_TRITON_AUTOTUNE=0 takes
-its defaults), FlashInfer, FlashQLA: see peers.py. `prepare` is our first kernel alone, `copy` a
-copy of what it must read and write at least. Errors of o and of the final state are relative to the
-recurrence in fp64.
+Triton kernels (FLA_FLASH_QLA=0 and FLA_TILELANG=0 keep FLA to them), aiter's
+chunk_gated_delta_rule_opt_vk (tuned; GATED_DELTA_RULE_TRITON_AUTOTUNE=0 takes its defaults),
+FlashInfer, FlashQLA: see peers.py. `prepare` is our first kernel alone, `copy` a copy of what it
+must read and write at least. Errors of o and of the final state are relative to the recurrence in
+fp64.
 """
 
 import sys
@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 HEADS, OURS = ((16, 64), (16, 32), (2, 8)), ("hopper", "portable")
 CASES = [(B, T, *h) for h in HEADS for B, T in ((1, 2048), (1, 8192), (1, 32768), (4, 8192))]
+CASES += [(B, T, 16, 32) for B, T in ((4, 2048), (8, 1024), (8, 4096))] + [(1, 8192, 48, 48)]
 ARGUMENTS = {
     "--only": {"nargs": "*", "default": (*OURS, *MAKERS), "help": "default: all"},
     "--gates": {"nargs": "*", "default": ("slow", "qwen")},
@@ -82,7 +83,7 @@ def compare(package, B, T, H, HV, gates, only) -> dict:
     x = tensors(B, T, H, HV, gates)
     makers = {name: partial(ours, package, name, x) for name in OURS}
     makers.update({name: partial(make, x) for name, make in MAKERS.items()})
-    wanted = [name for name in makers if name in only and not (name == "fla" and B > 1)]
+    wanted = [name for name in makers if name in only]
     found, want = working({name: makers[name] for name in wanted}), exact(x)
     return {
         "B": B, "T": T, "heads": [H, HV], "gates": gates,

@@ -109,7 +109,7 @@ def of_gdn_errors(record: dict) -> str:
     head = ["largest relative error of a row: o; final state"]
     head += [OURS.get(way) or title_of(way, record) for way in ways]
     rows = []
-    for gates in GATES:
+    for gates in dict.fromkeys(row["gates"] for row in record["rows"]):
         mine = [row["error"] for row in record["rows"] if row["gates"] == gates]
         worst = {w: [max(e[w][i] for e in mine if w in e) for i in (0, 1)] for w in ways}
         rows.append([GATES[gates], *("{:.1e}; {:.1e}".format(*worst[way]) for way in ways)])
