@@ -7,7 +7,7 @@ import functools
 import fp8_problems
 import pytest
 import torch
-from conftest import submodule
+from conftest import relative_error, submodule
 
 dispatch = submodule("runtime.dispatch")
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8, 1, 8]])
@@ -116,6 +116,26 @@ def test_a_layer_adds_within_its_mlp(kernel, monkeypatch, hooked):
         expected = model(IDS).logits
     assert added[2:] == [False, False] and torch.equal(found, expected)
     assert len(seen) == 2 * hooked and all(torch.equal(seen[0], y) for y in seen)
+
+
+@pytest.mark.parametrize("part", ["mlp", "self_attn"])
+def test_a_class_that_is_set_afterwards(kernel, monkeypatch, part):
+    """It inherits what the module is served as, and writes what the norm has made codes of."""
+    fp8_problems.stand_in(monkeypatch)
+    model = fp8_problems.tiny_qwen3()
+    served = copy.deepcopy(model)
+    kernel.kernelize(served)
+
+    def louder(self, kind, x=None, **words):
+        x = words.pop("hidden_states", x).mul_(3)
+        return kind.forward(self, x, **words)
+
+    for each in (model, served):
+        module = each.model.layers[0]._modules[part]
+        forward = functools.partialmethod(louder, type(module))
+        module.__class__ = type("Louder", (type(module),), {"forward": forward})
+    with torch.no_grad(), dispatch.force("reference"):
+        assert relative_error(served(IDS).logits, model(IDS).logits) < 0.1
 
 
 @pytest.mark.parametrize("part", ["down_proj", "gate_proj", "up_proj"])

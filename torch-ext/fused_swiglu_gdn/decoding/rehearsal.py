@@ -15,6 +15,7 @@ from typing import Any, Dict, List, Optional, Set
 import torch
 from torch import nn
 
+from ..layers.plain import served_as
 from ..runtime import device
 from .capture import Graph, capturing
 from .watch import HOOK
@@ -29,7 +30,7 @@ def expect_prompt(model: nn.Module, met: Set[tuple]) -> None:
 
     The prompt's shape must be new; it is added to `met`.
     """
-    layers = [m for m in model.modules() if getattr(m, "served_as", None) == "DecoderLayer"]
+    layers = [m for m in model.modules() if served_as(m) == "DecoderLayer"]
     if not any(map(_is_dense, layers)):
         return
 
@@ -158,4 +159,4 @@ def _is_dense(layer: nn.Module) -> bool:
 
 
 def _is_mlp(part: nn.Module) -> bool:
-    return getattr(part, "served_as", None) == "SwiGLUMLP"
+    return served_as(part) == "SwiGLUMLP"

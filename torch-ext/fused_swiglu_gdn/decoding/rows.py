@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..layers.norm import serves
-from ..layers.plain import named_modules
+from ..layers.plain import named_modules, served_as
 from .graph_rules import CACHES
 
 LINEAR = "LinearAttentionLayer"  # cache layers with a recurrent state
@@ -40,7 +40,7 @@ def keeping(model: nn.Module, now: bool = True) -> int:
     """
     x = torch.empty(0, dtype=model.dtype, device=model.device)
     kinds = tuple([kind for kind, always in KEEPING.items() if always or not now or serves(x)])
-    return sum(getattr(m, "served_as", "").endswith(kinds) for _, m in named_modules(model))
+    return sum((served_as(m) or "").endswith(kinds) for _, m in named_modules(model))
 
 
 class TakesBack:

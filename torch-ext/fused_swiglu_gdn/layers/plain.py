@@ -123,6 +123,17 @@ def is_plain(module: nn.Module) -> bool:
     )
 
 
+def served_as(module: nn.Module) -> Optional[str]:
+    """The name of our layer whose forward runs where the module is called, or None: as well if its
+    class is a subclass of the one that serve() made, which inherits the name, since the forward of
+    that may do more. The classes that torch.distributed puts before one have no forward."""
+    kind = type(module)
+    first, *others = kind.__bases__
+    if others and first.__module__.startswith("torch.distributed."):
+        kind = others[0]
+    return kind.__dict__.get("served_as")
+
+
 def same_dtype(x: torch.Tensor, *weights: Optional[torch.Tensor]) -> bool:
     """True if x can be multiplied with the weights, or autocast converts them."""
     if type(x) not in PLAIN_TENSORS:
