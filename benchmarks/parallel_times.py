@@ -18,6 +18,7 @@ from parallel_worker import LeftOut, Part, Worker
 from peers import lift_fla_guard, share_autotuning, shorten_autotuning
 from records import GATES
 from tiny_models import mlps_and_gdn
+from two_processes import in_shards
 
 RULE = (32768, 16, 64)  # tokens over all GPUs, H, HV
 LONG = (32768, 16, 32)  # tokens of each GPU
@@ -158,7 +159,6 @@ def layer(worker: Worker) -> tuple:
 def mlp(worker: Worker) -> tuple:
     """An MLP under transformers' tensor parallelism, before and after kernelize."""
     import transformers
-    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     mesh = dist.init_device_mesh(worker.device.type, (worker.world,), mesh_dim_names=("tp",))
     config = transformers.AutoConfig.for_model(
@@ -168,9 +168,9 @@ def mlp(worker: Worker) -> tuple:
     torch.manual_seed(0)
     with worker.device:
         model = transformers.AutoModelForCausalLM.from_config(config).bfloat16().eval()
-    model, kernel = apply_tensor_parallelism(model, mesh), load_package()
+    model, kernel = in_shards(model, mesh), load_package()
     module, rows, said = model.model.layers[0].mlp, [], []
-    for M in (4096, 1):
+    for M in (4096, 64, 16, 1):
         shape = (1, M if worker.on_gpu else 2, config.hidden_size)
         x = torch.randn(shape, device=worker.device, dtype=torch.bfloat16)
         dist.broadcast(x, 0, group=worker.group)

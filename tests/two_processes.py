@@ -37,3 +37,13 @@ def found_by(check: Callable, kind: str, folder: Path) -> list:
     args = (check, kind, str(folder))
     torch.multiprocessing.start_processes(_process, args, nprocs=WORLD, start_method=how)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+
+
+def in_shards(model, mesh):
+    """A model under transformers' tensor parallelism, by the plan of its class."""
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    plan = model.tp_plan
+    if hasattr(model, "_expand_parallel_plan"):  # 5.24 takes the names of modules, without a star
+        plan = model._expand_parallel_plan(plan)
+    return apply_tensor_parallelism(model, mesh, plan)

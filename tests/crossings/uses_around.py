@@ -6,6 +6,7 @@ import torch
 from packed import pack, products
 from sides import use
 from torch import nn
+from two_processes import in_shards
 from uses_forward import logits, steps
 from uses_generate import generate
 from uses_train import step
@@ -215,9 +216,7 @@ PARTED = {"num_key_value_heads": 2, "vocab_size": 98}  # sizes that two processe
 
 
 def tensor_parallel(model):
-    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
-
-    return apply_tensor_parallelism(model, mesh(), model.tp_plan)
+    return in_shards(model, mesh())
 
 
 def fsdp_lora(model):

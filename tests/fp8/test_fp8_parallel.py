@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import load_package, relative_error, submodule
-from two_processes import KINDS, WORLD, found_by
+from two_processes import KINDS, WORLD, found_by, in_shards
 
 WRAPS = ["tp", "fsdp2", "fsdp2 after"]  # after: kernelize comes before
 IDS = torch.randint(5, 90, (2, 40), generator=torch.Generator().manual_seed(0))
@@ -22,9 +22,7 @@ def wrapped(model, wrap: str):
         "shards"
     ]
     if wrap == "tp":
-        from transformers.distributed.tensor_parallel import apply_tensor_parallelism
-
-        return apply_tensor_parallelism(model, mesh, model.tp_plan)
+        return in_shards(model, mesh)
     from torch.distributed.fsdp import fully_shard
 
     for layer in model.model.layers:

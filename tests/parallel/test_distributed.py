@@ -13,7 +13,7 @@ import torch.distributed as dist
 from conftest import load_package, relative_error, submodule
 from interpreter import compiled
 from tiny_models import GRADIENTS, SERVED, mlps_and_gdn, random_model, tokens
-from two_processes import KINDS, WORLD, found_by
+from two_processes import KINDS, WORLD, found_by, in_shards
 
 STEPS = 3
 MODELS = ["llama", "qwen3_5_text"]
@@ -56,9 +56,7 @@ def wrapped(model, wrap: str, kind: str):
         return torch.nn.parallel.DistributedDataParallel(model)
     mesh = torch.distributed.init_device_mesh(kind, (1, WORLD), mesh_dim_names=("dp", "shards"))
     if wrap == "tp first":
-        from transformers.distributed.tensor_parallel import apply_tensor_parallelism
-
-        return apply_tensor_parallelism(model, mesh["shards"], model.tp_plan)
+        return in_shards(model, mesh["shards"])
     from torch.distributed.fsdp import fully_shard
 
     mesh = mesh if wrap == "hybrid first" else mesh["shards"]
@@ -160,11 +158,11 @@ def test_weights_of_zero_3_are_left_alone(kernel, monkeypatch):
 
 def test_sharded_models_are_freed_and_moved(kernel, tmp_path):
     """What is remembered of their MLPs neither keeps them alive nor stands in torch's way."""
-    parallel = pytest.importorskip("transformers.distributed.tensor_parallel")
+    pytest.importorskip("transformers.distributed.tensor_parallel")
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/one", rank=0, world_size=1)
     try:
         mesh = torch.distributed.init_device_mesh("cpu", (1,))
-        model = parallel.apply_tensor_parallelism(random_model("llama", **PARTED).eval(), mesh)
+        model = in_shards(random_model("llama", **PARTED).eval(), mesh)
         assert kernel.kernelize(model).served
         ids, dispatch = tokens(1, 5), submodule("runtime.dispatch")
         with torch.no_grad(), dispatch.force("reference"):

@@ -51,6 +51,11 @@ def test_functions_of_a_new_length(hopper, mask):  # noqa: F811
     assert once(partial(attend, hopper, *cached(100, mask=mask))) > 3.5 * (repeated + MORE)
 
 
+def of_release() -> int:
+    """More functions of a layer where transformers knows its cache by two names (5.24)."""
+    return 3 * hasattr(pytest.importorskip("transformers").utils.generic, "_rename_kwargs_for_bc")
+
+
 LAYERS = {1: 101, 4: 106}  # functions of a layer of a Llama, transformers' and torch's among them
 
 
@@ -85,7 +90,7 @@ def test_functions_of_a_token(hopper, batch, monkeypatch):  # noqa: F811
         repeated[layers] = once(partial(token, 38))
     for layers in (2, 4):
         assert 0 < new[layers] - repeated[layers] <= MORE
-    assert 50 < (repeated[4] - repeated[2]) / 2 <= LAYERS[batch]
+    assert 50 < (repeated[4] - repeated[2]) / 2 <= LAYERS[batch] + of_release()
 
 
 @pytest.mark.parametrize("D", [64, 24])

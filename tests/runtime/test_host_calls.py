@@ -374,8 +374,9 @@ def test_functions_of_a_layer_in_fp8(hopper, monkeypatch, name, most):
 def test_functions_of_an_mlp_in_shards(hopper, tmp_path):
     """A token of an MLP under transformers' tensor parallelism, which runs 123 by itself: shards
     are found again by the identity of forwards and parameters."""
-    parallel = pytest.importorskip("transformers.distributed.tensor_parallel")
+    pytest.importorskip("transformers.distributed.tensor_parallel")
     from tiny_models import random_model
+    from two_processes import in_shards
 
     dist = torch.distributed
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/one", rank=0, world_size=1)
@@ -383,7 +384,7 @@ def test_functions_of_an_mlp_in_shards(hopper, tmp_path):
         mesh = dist.init_device_mesh("cpu", (1,))
         sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
         model = random_model("llama", **sizes).bfloat16().eval()
-        mlp = parallel.apply_tensor_parallelism(model, mesh, model.tp_plan).model.layers[0].mlp
+        mlp = in_shards(model, mesh).model.layers[0].mlp
         x = torch.zeros(1, 1, 256, dtype=torch.bfloat16)
         with torch.no_grad():
             theirs = functions(lambda: mlp(x))

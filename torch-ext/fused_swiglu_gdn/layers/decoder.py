@@ -16,7 +16,6 @@ from .forward import Arguments, Word, Words, forward_by
 from .fp8 import given as fp8
 from .norm import does_nothing, parameters_of_norm, rms_norm
 from .pinned import Pinned
-from .plain import served_as
 
 
 class Call(NamedTuple):
@@ -91,7 +90,7 @@ class Decoder:
             y = y if scale is None else y * scale
             y, x, codes = _normed(parts[order.pre_mlp], y, x, mlp)
         if codes is not None and order.post_mlp is None and scale is None:
-            residual = x if served_as(mlp) in fp8.MLPS else None
+            residual = x if type(mlp).__dict__.get("served_as") in fp8.MLPS else None
             y, added = fp8.with_codes(y, codes, residual, self.mlp.called, mlp, y, given, rest)
             return y if added else x + y
         y = self.mlp.called(mlp, y, given, rest, codes)

@@ -15,15 +15,7 @@ from ..lora.call import MOST
 from ..lora.ops import adapted
 from ..runtime import dispatch
 from ..runtime.ops import autocast
-from .plain import (
-    HOOKS,
-    OWN,
-    PLAIN_TENSORS,
-    is_plain,
-    parameters_of,
-    served_as,
-    torch_unpatched,
-)
+from .plain import HOOKS, OWN, PLAIN_TENSORS, is_plain, parameters_of, torch_unpatched
 
 LAYER = "LoraLinear"  # what a served module's class is served as
 FORMS: dict = {}  # classes of which modules are served
@@ -43,7 +35,7 @@ class Parts:
 def parts_of(module: nn.Module) -> Optional[Parts]:
     """The weights of a served module in its present state, or None if it must be called."""
     attributes = module.__dict__
-    if served_as(module) != LAYER or any(map(attributes.get, HOOKS)):
+    if type(module).__dict__.get("served_as") != LAYER or any(map(attributes.get, HOOKS)):
         return None
     if any(map(attributes.__contains__, OWN)) or attributes["_disable_adapters"]:
         return None

@@ -126,7 +126,8 @@ def is_plain(module: nn.Module) -> bool:
 def served_as(module: nn.Module) -> Optional[str]:
     """The name of our layer whose forward runs where the module is called, or None: as well if its
     class is a subclass of the one that serve() made, which inherits the name, since the forward of
-    that may do more. The classes that torch.distributed puts before one have no forward."""
+    that may do more. The classes that torch.distributed puts before one have no forward. Where a
+    call asks it of modules without hooks, type(module).__dict__ is read instead."""
     kind = type(module)
     first, *others = kind.__bases__
     if others and first.__module__.startswith("torch.distributed."):
