@@ -20,6 +20,7 @@ from ..layers.pinned import Pinned
 from ..layers.plain import why_not_tensor
 from ..layers.tensor_parallel import local, own_of_shards
 from .code import Refused
+from .pins import names_in
 from .serving import own_class
 from .trial import while_unchanged
 from .trust import code_of
@@ -59,7 +60,8 @@ def _find(kind: type) -> Tuple[Union[Fp8Form, str], Tuple[Pinned, ...]]:
         raise Refused(
             f"is a {kind.__name__}, not FP8Linear: its class multiplies in a way of its own"
         )
-    forward = code_of(kind)
+    # what its products are made by, transformers loads when they are first called
+    forward = code_of(kind, ends=names_in(home.fp8_linear.__code__))
     refuse_function(home)
     weight, scale, bias, x = (torch.ones(4, 4) for _ in range(4))
     weight, block = weight.to(torch.float8_e4m3fn), (4, 4)

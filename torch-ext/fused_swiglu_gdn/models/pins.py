@@ -90,10 +90,13 @@ def functions_in(value: object) -> List[FunctionType]:
 
 class Walk:
     """All that the forward, or another method, of a class consists of. named: the user has named
-    the class, whose functions are walked wherever they are."""
+    the class, whose functions are walked wherever they are. ends: names of functions that are
+    pinned, and not walked."""
 
-    def __init__(self, kind: type, method: str = "forward", named: bool = False):
-        self.kind, self.named = kind, named
+    def __init__(
+        self, kind: type, method: str = "forward", named: bool = False, ends: frozenset = frozenset()
+    ):  # fmt: skip
+        self.kind, self.named, self.ends = kind, named, ends
         self.bases = kind.__mro__[: kind.__mro__.index(nn.Module)]
         self.names: dict = {}
         self.cells: dict = {}
@@ -168,6 +171,8 @@ class Walk:
                 return
         elif self.patched is None and not in_its_file(function):
             self.patched = name
+        if name in self.ends:
+            return
         self.walked.append(function)
         self.words |= words_in(code)
         for variable, cell in zip(code.co_freevars, function.__closure__ or ()):

@@ -39,8 +39,10 @@ def is_named(kind: type) -> bool:
 class Code:
     """The forward, or another method, of a class that may be tried."""
 
-    def __init__(self, kind: type, method: str = "forward", named: bool = False):
-        self.walk = walk = Walk(kind, method, named)
+    def __init__(
+        self, kind: type, method: str = "forward", named: bool = False, ends: frozenset = frozenset()
+    ):  # fmt: skip
+        self.walk = walk = Walk(kind, method, named, ends)
         self.pins: Pins = walk.pins()
         space = next((s for s in walk.spaces if method in s), {})
         chain = [f for f in wrapped_in(space.get(method)) if isinstance(f, FunctionType)]
@@ -85,14 +87,17 @@ def _is_home(kind: type) -> bool:
 _codes: Dict[tuple, Code] = {}
 
 
-def code_of(kind: type, method: str = "forward", named: Optional[bool] = None) -> Code:
-    """The method's code, if it may be tried; raises Refused."""
+def code_of(
+    kind: type, method: str = "forward", named: Optional[bool] = None, ends: frozenset = frozenset()
+) -> Code:
+    """The method's code, if it may be tried; raises Refused. ends: functions that are not looked
+    into (Walk)."""
     named = is_named(kind) if named is None else named
-    known = _codes.get((kind, method, named))
+    known = _codes.get((kind, method, named, ends))
     if known is None or not known.pins.unchanged():
         if not issubclass(kind, nn.Module) or kind is nn.Module:
             raise Refused("its class has no forward")
-        known = _codes[kind, method, named] = Code(kind, method, named)
+        known = _codes[kind, method, named, ends] = Code(kind, method, named, ends)
     if known.why is not None:
         raise Refused(known.why, (known.pins,))
     return known
