@@ -27,15 +27,14 @@ from .experts_trial import FLAGS, Form, computes
 from .fp8_linear import (
     ARGUMENTS,
     HOME,
+    code_above,
     given_to_products,
-    refuse_function,
     why_not_block,
     why_not_dtype,
 )
 from .serving import BEFORE, own_class, say_once, why_not_on
 from .stand_ins import quiet
 from .trial import while_unchanged
-from .trust import code_of
 
 WEIGHTS = ("gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv")
 
@@ -75,8 +74,7 @@ def _find(kind: type) -> Tuple[Union[Fp8ExpertsForm, str], Tuple[Pinned, ...]]:
     chosen = names.get("experts_interface") is home.ALL_FP8_EXPERTS_FUNCTIONS
     if not chosen or not is_in_its_file(kind.forward, "transformers"):
         raise Refused("transformers does not choose the implementation of this class")
-    codes = [code_of(kind, name) for name in ("forward", "_apply_gate", "linear")]
-    refuse_function(home)
+    codes = [code_above(home, kind, name) for name in ("forward", "_apply_gate", "linear")]
     weight, scale, x = (torch.ones(4, 4) for _ in range(3))
     weight, block = weight.to(torch.float8_e4m3fn), (4, 4)
     module = SimpleNamespace(block_size=block, _deepgemm_disabled=False, training=False)

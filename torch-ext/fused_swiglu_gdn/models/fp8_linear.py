@@ -23,7 +23,7 @@ from .code import Refused
 from .pins import names_in
 from .serving import own_class
 from .trial import while_unchanged
-from .trust import code_of
+from .trust import Code, code_of
 
 HOME = "transformers.integrations.finegrained_fp8"
 ARGUMENTS = (
@@ -60,9 +60,7 @@ def _find(kind: type) -> Tuple[Union[Fp8Form, str], Tuple[Pinned, ...]]:
         raise Refused(
             f"is a {kind.__name__}, not FP8Linear: its class multiplies in a way of its own"
         )
-    # what its products are made by, transformers loads when they are first called
-    forward = code_of(kind, ends=names_in(home.fp8_linear.__code__))
-    refuse_function(home)
+    forward = code_above(home, kind)
     weight, scale, bias, x = (torch.ones(4, 4) for _ in range(4))
     weight, block = weight.to(torch.float8_e4m3fn), (4, 4)
     module = SimpleNamespace(
@@ -73,6 +71,13 @@ def _find(kind: type) -> Tuple[Union[Fp8Form, str], Tuple[Pinned, ...]]:
     if given_to_products(forward.inner, module, x) != [given]:
         raise Refused("its forward multiplies in another way")
     return Fp8Form(kind, forward.pins), (forward.pins,)
+
+
+def code_above(home: ModuleType, kind: type, method: str = "forward") -> Code:
+    """The code of a method that calls the module's fp8_linear, which is the known one; raises
+    Refused. What that calls is not looked into: transformers loads its kernels at a first call."""
+    refuse_function(home)
+    return code_of(kind, method, ends=names_in(home.fp8_linear.__code__))
 
 
 def given_to_products(function: FunctionType, module: object, *args: object) -> List[dict]:

@@ -40,8 +40,12 @@ class Code:
     """The forward, or another method, of a class that may be tried."""
 
     def __init__(
-        self, kind: type, method: str = "forward", named: bool = False, ends: frozenset = frozenset()
-    ):  # fmt: skip
+        self,
+        kind: type,
+        method: str = "forward",
+        named: bool = False,
+        ends: frozenset = frozenset(),
+    ):
         self.walk = walk = Walk(kind, method, named, ends)
         self.pins: Pins = walk.pins()
         space = next((s for s in walk.spaces if method in s), {})
