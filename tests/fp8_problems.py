@@ -153,6 +153,15 @@ def tiny_moe(**more) -> torch.nn.Module:
     return _tiny("Qwen3MoeForCausalLM", "Qwen3MoeConfig", ("lm_head", "gate"), **{**sizes, **more})
 
 
+def tiny_latent(scales="float") -> torch.nn.Module:
+    """A layer of latent attention, whose heads do not begin at blocks of scales."""
+    sizes = dict(
+        kv_lora_rank=256, q_lora_rank=256, qk_rope_head_dim=32, qk_nope_head_dim=96, v_head_dim=64,
+        num_key_value_heads=4, head_dim=32, num_hidden_layers=1,
+    )  # fmt: skip
+    return _tiny("YoutuForCausalLM", "YoutuConfig", ("lm_head",), scales, **sizes)
+
+
 def experts_problem(T, E, K, H, I, device="cpu", seed=0, absent=True) -> tuple:  # noqa: E741
     """Arguments of fp8_experts; two ids are of experts that are held elsewhere."""
     random = torch.Generator().manual_seed(seed)

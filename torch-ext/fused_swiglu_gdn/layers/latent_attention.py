@@ -21,6 +21,8 @@ from ..attention.api import fused_latent_norm_rope, latent_attention_with_kvcach
 from ..runtime import dispatch
 from .attention import SIXTEEN, Updates, by_torch, is_transformers_own, slots_of
 from .forward import Arguments, Interface, Value, Word, Words, forward_by
+from .fp8.linear import dequantised
+from .fp8.weights import weights_of
 from .norm import parameters_of_norm
 from .pinned import Pinned
 from .plain import PLAIN_TENSORS, parameters_of
@@ -185,7 +187,8 @@ class LatentAttention:
         if others:
             q = projections(parts[others[0]](q), parts[others[1]], unpatched=True)[0]
         last = parts[others[1] if others else first]
-        return (q if parameters_of(last) is not None else q.clone()), kv
+        own = parameters_of(last) is not None or weights_of((last,), x)[0] is not None
+        return (q if own else q.clone()), kv
 
     def expanded(self, parts: dict, latents, rotated, heads: int) -> tuple:
         """Keys [B, H, S, N + R] and values [B, H, S, V] of latents [B, 1, S, C]."""
@@ -198,9 +201,12 @@ class LatentAttention:
 
 
 def _weight(linear: nn.Module, x: torch.Tensor) -> Optional[torch.Tensor]:
-    """The weight of a projection that is a product with it alone, of the dtype of x, or None."""
+    """The weight of a projection that is a product with it alone, of the dtype of x, or None; of an
+    FP8Linear made for this call."""
     found = parameters_of(linear)
-    if found is None or found[0][1] is not None:
+    if found is None:
+        return dequantised(linear, x)
+    if found[0][1] is not None:
         return None
     weight = found[0][0]
     return weight if weight.dtype is x.dtype and weight.device == x.device else None

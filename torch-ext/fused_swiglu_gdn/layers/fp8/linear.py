@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ...fp8.call import MAX_PLAIN, MOST, Quantised
-from ...fp8.ops import MULTIPLY, products
+from ...fp8.ops import DEQUANTISE, MULTIPLY, products
 from ..plain import parameters_of
 from .given import taken
 from .gradient import with_gradient
@@ -62,6 +62,17 @@ def forward_of(form: Fp8Form) -> Callable:
     forward.__wrapped__ = own
     forward.__qualname__ = "FP8Linear.forward"
     return forward
+
+
+def dequantised(linear: nn.Module, x: torch.Tensor) -> Optional[torch.Tensor]:
+    """The weight in bf16 of an FP8Linear that only multiplies by it, for tokens made of x, which
+    are not quantised; None of other modules, and where nothing computes it. Nothing is kept."""
+    if not FORMS or not takes(x, (DEQUANTISE.family, DEQUANTISE.name)):
+        return None
+    (found,) = weights_of((linear,), x)
+    if found is None or found.bias is not None:
+        return None
+    return DEQUANTISE((found.weight, found.scale.float()))
 
 
 def project(
