@@ -147,13 +147,16 @@ class Walk:
 
     @staticmethod
     def is_imported(function: FunctionType, by: Optional[dict]) -> bool:
-        """A file of transformers whose namespace this is imports the package of a function; what
-        says that it is of a package of OWN, and is in no file of it, is not."""
+        """A file of transformers whose namespace this is imports the package of a function, or
+        names it, as for a decorator that imports it; what says that it is of a package of OWN, and
+        is in no file of it, is not."""
         home, package = (by or {}).get("__name__", ""), (function.__module__ or "").split(".")[0]
         if not home.startswith("transformers.") or package in OWN or not in_its_file(function):
             return False
-        names = {name for code in codes_of(home) for name in code.co_names}
-        return package in {name.split(".")[0] for name in names}
+        codes = codes_of(home)
+        names = {name for code in codes for name in code.co_names}
+        words = {word for code in codes for word in code.co_consts if isinstance(word, str)}
+        return package in words | {name.split(".")[0] for name in names}
 
     def function(self, name: str, function: FunctionType, by: Optional[dict] = None) -> None:
         """name: by which it is found; by: the globals of the function that names it."""
@@ -191,8 +194,8 @@ class Walk:
         self.cells[id(cell)] = cell
         if isinstance(value, str):
             self.words.add(value)
-        if variable != "__class__":
-            self.value(name, value)
+        if variable != "__class__":  # a decorator's are what the class's file has asked it for
+            self.value(name, value, vars(sys.modules.get(self.kind.__module__, sys)))
 
     def named_in(self, code: CodeType, space: dict) -> None:
         """Objects that names in a code object stand for, whose function has these globals."""
