@@ -5,6 +5,7 @@ On a CPU a graph is emulated: emulated_graph.py.
 """
 
 import gc
+from types import SimpleNamespace
 
 import decoding
 import pytest
@@ -44,7 +45,8 @@ class Oracle:
 
 @pytest.fixture
 def rounds(graph, monkeypatch):
-    monkeypatch.setattr(submodule("decoding.rounds"), "Graph", graph)
+    for module in ("rounds", "draft_loop"):
+        monkeypatch.setattr(submodule(f"decoding.{module}"), "Graph", graph)
     return graph
 
 
@@ -246,6 +248,39 @@ def test_tokens_come_one_by_one(kernel, rounds, device):
     assert_the_same(found[1][0], found[0][0], LIMIT[device])
 
 
+@pytest.mark.parametrize("drawn", [False, True])
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_text"])
+@on_every_device
+def test_tokens_that_are_launched_before_the_last_is_known(
+    kernel, rounds, monkeypatch, name, drawn, device
+):
+    """While drafts rest. Tokens, ends and the generator's state are those of waiting for each."""
+    model, ids = tiny(name, device), tokens(1, 11, device=device)
+    kernel.kernelize(model, cuda_graphs=True)
+    monkeypatch.setattr(loop, "Lookup", Oracle)
+    monkeypatch.setattr(Oracle, "truth", [])
+    round_of = submodule("decoding.rounds").Round
+    generator = rounds.generator(ids.device)
+
+    def call(follows, **options):
+        with monkeypatch.context() as patched:
+            if not follows:
+                patched.setattr(round_of, "follows", lambda self: False)
+            torch.manual_seed(3)
+            rounds.replays = 0
+            found = generate(model, ids, max_new_tokens=40, prompt_lookup_num_tokens=3,
+                             do_sample=drawn, **options)  # fmt: skip
+        return found[0].tolist(), generator.get_offset(), rounds.replays
+
+    text, _, replays = call(False)
+    assert call(True)[::2] == (text, replays)  # the length is known
+    # eight tokens without a draft, before which none is expected, and a graph of one token
+    n = next(n for n in range(24, 50) if text[n] not in text[11:n])
+    one, two = (call(follows, eos_token_id=text[n]) for follows in (False, True))
+    assert one[:2] == two[:2] and len(one[0]) == n + 1
+    assert two[2] == one[2] + 1
+
+
 @on_every_device
 def test_a_call_without_a_word_about_caches(kernel, rounds, device):
     """Gets a static cache, as undrafted calls do, where it pays; a short one keeps its own."""
@@ -368,18 +403,23 @@ def test_lookup():
 
 def test_pace():
     """Drafts rest after 8 rounds that do not pay, and twice as long the next time."""
-    pace = submodule("decoding.lookup").Pace()
+    pace, drafter = submodule("decoding.lookup").Pace(), SimpleNamespace(drafts=lambda: [3, 4])
     rests = []
     for _ in range(3):
         for _ in range(8):
-            assert pace.drafts()
+            assert pace.drafts(drafter, 1) == [3] and not pace.rests()
             pace.note(1)
         rest = 0
-        while not pace.drafts():
+        while pace.rests():
+            assert pace.drafts(drafter, 2) == []
             rest += 1
         rests.append(rest)
     assert rests == [64, 128, 256]
     for _ in range(16):
         pace.note(2)
-        assert pace.drafts()
+        assert pace.drafts(drafter, 3) == [3, 4]
     assert pace.rest == 64
+    drafter.drafts = list
+    for n in range(10):
+        assert pace.rests() == (n >= 8)
+        assert pace.drafts(drafter, 3) == []

@@ -14,8 +14,9 @@ from typing import Any, Callable, List, Optional
 import torch
 from torch import nn
 
+from .capture import Graph
 from .graph_rules import CACHE_NAMES, CACHES, why_not_cache, why_not_model, why_not_now
-from .late import EOS, LENGTH, UTILS
+from .late import EOS, LENGTH, UTILS, Draws
 from .lookup import Lookup, Pace
 from .rounds import Round
 from .row_choice import RowChoice, right_on_host, rows_choice
@@ -139,6 +140,10 @@ class Loop:
                 self.ends |= set(each.eos_token_id.tolist())
             else:
                 self.others.append(each)
+        self.hidden = not told and not self.others  # what a token leaves in the cache
+        generator = Graph.generator(ids.device) if choice.choice.draws else None
+        self.draws = None if generator is None else Draws(generator)
+        self.pace = Pace()
         self.rounds: dict = {}  # by the number of tokens
         self.now: Optional[Round] = None
 
@@ -161,17 +166,22 @@ class Loop:
     def run(self, drafter: Any, count: int) -> None:
         for token in self.ids:
             drafter.add(token)
-        pace, back = Pace(), self.back
+        pace, back = self.pace, self.back
         self._take(self.first, *self.kept, drafter)
         self.kept = None
         while not self.ended:
-            drafts = drafter.drafts()[:count] if pace.drafts() else []
-            read = self.ids[-1:] + drafts
-            T = 1 + count if drafts else 1
-            read += read[-1:] * (T - len(read))
-            back.begin() if T > 1 else back.end()
-            self.now = self._round(T)
-            chosen = self.now(read)
+            drafts = pace.drafts(drafter, count)
+            if self.now is not None and self.now.sent:  # launched before its token was known
+                T, read = 1, self.ids[-1:]
+            else:
+                T = 1 + count if drafts else 1
+                read = self.ids[-1:] + drafts
+                read += read[-1:] * (T - len(read))
+                back.begin() if T > 1 else back.end()
+                self._launch(self._round(T), read)
+            if not drafts and self._may_follow():
+                self._launch(self.now, None)
+            chosen = self.now.receive()
             right = right_on_host(read, chosen)
             if T > 1:
                 back.of_rows = right
@@ -179,6 +189,23 @@ class Loop:
             taken = self._take(chosen[:right], self.now.logits, self.now.scores, drafter)
             back.take_back(right - taken)
             self.now.count(len(self.ids) - 1)
+            if self.others or self.streamer is not None:
+                self.now.checked = False  # they may have changed what it was
+        if self.now is not None and self.now.sent and self.draws is not None:
+            self.draws.take_back()
+
+    def _launch(self, now: Round, ids: Optional[List[int]]) -> None:
+        if now is not self.now:
+            self.now, now.checked = now, False
+        now.launch(ids)
+        if self.draws is not None:
+            self.draws.note()
+
+    def _may_follow(self) -> bool:
+        """True if the next token may be launched before this one is known: where none is drafted
+        for it, and of a surplus one nothing is seen."""
+        room = len(self.ids) + 1 < self.longest
+        return room and self.hidden and self.pace.rests() and self.now.follows()
 
     def _round(self, T: int) -> Round:
         if T not in self.rounds:

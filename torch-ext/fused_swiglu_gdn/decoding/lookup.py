@@ -1,6 +1,6 @@
 """Drafts from the text so far, on the host."""
 
-from typing import Dict, List, Tuple
+from typing import Any, Dict, List, Tuple
 
 
 class Lookup:
@@ -48,12 +48,20 @@ class Pace:
     def __init__(self):
         self.latest: List[int] = []
         self.waits, self.rest = 0, self.REST
+        self.without = 0  # tokens since there was a draft
 
-    def drafts(self) -> bool:
+    def drafts(self, drafter: Any, count: int) -> List[int]:
+        """The next drafts, at most count."""
         if self.waits:
             self.waits -= 1
-            return False
-        return True
+            return []
+        found = drafter.drafts()[:count]
+        self.without = 0 if found else self.without + 1
+        return found
+
+    def rests(self) -> bool:
+        """True if none is expected for the token after the next."""
+        return self.waits > 0 or self.without >= self.WINDOW
 
     def note(self, tokens: int) -> None:
         """tokens: those that a round with drafts gave."""

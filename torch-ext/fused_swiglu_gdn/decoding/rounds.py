@@ -6,6 +6,7 @@ follow from the length of the cache on the device; they were compared with trans
 graph was captured, and where they differ a round takes transformers'.
 """
 
+from collections import deque
 from typing import Any, Callable, List, Optional
 
 import torch
@@ -81,7 +82,9 @@ class Round:
         device = back.length.device
         self.device = device
         self.ids = torch.zeros(1, T, dtype=torch.int64, device=device)
-        self.slot = Graph.delivery(device, [self.ids[0]])
+        self.given = Graph.delivery(device, [self.ids[0]]).values[0]  # the ids on the host
+        self.free = deque([Graph.delivery(device, [self.ids[0]]) for _ in range(2)])
+        self.sent: deque = deque()  # to the host, and not yet received
         self.before: Optional[tuple] = None  # inputs and length of the first call
         self.graph: Optional[Graph] = None
         self.static: Optional[dict] = None  # inputs that the graph does not make
@@ -89,19 +92,36 @@ class Round:
         self.tokens = self.logits = self.scores = None  # of the latest call
         self.watches: tuple = (None, None)
         self.modes: tuple = ()
+        self.checked = False  # that the graph holds, since the latest call
         self.reason: Optional[str] = None
         self.replays = self.wasted = 0
 
-    def __call__(self, ids: List[int]) -> List[int]:
-        """Returns the tokens that are chosen behind each of ids; the cache keeps the right ones."""
-        self.ids.copy_(torch.tensor([ids]))
+    def launch(self, ids: Optional[List[int]]) -> None:
+        """Computes the tokens behind each of ids; the cache keeps the right ones. None: of the
+        token that the latest call has chosen, of one. While it runs, what a graph has baked in is
+        compared for the next call."""
+        if ids is not None:
+            self.given.copy_(torch.tensor(ids))
+            self.ids[0].copy_(self.given, non_blocking=True)
         self._run()
-        self.slot.send([self.tokens])
-        return self.slot.wait()[0].tolist()
+        slot = self.free.popleft()
+        slot.send([self.tokens])
+        self.sent.append(slot)
+        self.checked = self.graph is not None and self._holds()
+
+    def receive(self) -> List[int]:
+        """Returns the tokens of the earliest call that was not received."""
+        slot = self.sent.popleft()
+        self.free.append(slot)
+        return slot.wait()[0].tolist()
+
+    def follows(self) -> bool:
+        """True if the next call may be launched before the host knows the tokens of this one."""
+        return self.T == 1 and self.checked and self.static is None and self.replays > 1
 
     def _run(self) -> None:
         if self.graph is not None:
-            if self._holds():
+            if self.checked or self._holds():
                 return self._replay()
             self._drop()
         inputs = {**self.inputs(self.ids), IDS: self.ids}
@@ -128,6 +148,8 @@ class Round:
         self.choice.keep(right)
         if T > 1:
             back.keep(right, T)
+        else:
+            self.ids.copy_(self.tokens[None])  # which the next call reads
 
     def _capture(self, inputs: dict, graph: Graph) -> None:
         before, back = self.before, self.back
