@@ -96,8 +96,8 @@ def over_cache(draw, B, T):
 
 def experts(draw, B, T):
     ids = draw.uniform(B * T, 4).argsort(-1)[:, :2]
-    return {"x": draw(B * T, 16), "w_gate_up": draw(4, 24, 16) * 0.25,
-            "w_down": draw(4, 16, 12) * 0.25, "top_k_index": ids,
+    return {"x": draw(B * T, 16), "w_gate_up": draw(4, 32, 16) * 0.25,
+            "w_down": draw(4, 16, 16) * 0.25, "top_k_index": ids,
             "top_k_weights": draw.uniform(B * T, 2)}  # fmt: skip
 
 

@@ -17,10 +17,16 @@ from tiny_models import GRADIENTS, tokens
 # norm that rounds once instead of twice moves codes of three bits: up to .096 in 54 pairs. In bf16
 # the last logits of 60 prompts are off by at most .009 (Llama), .020 (Qwen3.5) and .016 (mixtures)
 # on a CPU, and those of 127 tokens of Kimi Linear with an adapter by .033, where both sides choose
-# the same experts. Where a rounding changes the choice it is .08 and .30: EVERY_EXPERT.
+# the same experts. Where a rounding changes a token's choice it is .08 to .30, on either side (of 72
+# tokens of Kimi Linear on a GPU transformers' own chooses otherwise than in fp64 for one, and ours
+# for another, which is .35 and .46 off; with all experts .010): EVERY_EXPERT.
 VALUES = {"fp32": 2e-5, "FP8": 0.15, "bf16": 0.05}
 EVERY_EXPERT = {"num_experts_per_tok": 4}  # of mixtures in 16 bits
 FACTOR = {"fp32": 1, "FP8": 3000, "bf16": 1000}  # of GRADIENTS
+# Of 150 draws of ids and masks (Qwen3.5 in bf16 on a CPU) the worst gradient of an adapter is off by
+# .05 in the median, .15 in one of ten and .42 at most, where transformers' own is off by .06, .20 and
+# .45 from fp64, and ours by .06, .18 and .44; in fp32 by 1e-5. Other masks are .9 off.
+ADAPTERS = 2.5
 
 
 class Use(NamedTuple):
@@ -176,6 +182,7 @@ def tensors_differ(name, x, y, precision: str, device: str) -> Optional[str]:
         # sums over tokens that cancel: tiny_models.assert_same_gradients
         limit = GRADIENTS[device] * FACTOR[precision]
         limit *= 30 if name.endswith(("A_log", "dt_bias")) else 1
+        limit *= ADAPTERS if "lora_" in name and precision == "bf16" else 1
     finite = y.isfinite()
     if not torch.equal(x.isfinite(), finite):
         return "not finite elsewhere"

@@ -5,7 +5,8 @@ import pytest
 from conftest import ROOT
 
 pytest.importorskip("transformers")
-MOST = 5800  # 5,630 in Python 3.11, comprehensions and generated constructors apart
+MOST = 6000  # 5,660 with transformers 5.22 in Python 3.11, 5,850 with 5.24; comprehensions and
+# generated constructors apart
 SCRIPT = """
 import sys
 from conftest import load_package, submodule

@@ -17,7 +17,9 @@ import fresh
 import pytest
 import torch
 from checkout import Checkout
-from kernels._rust import Digest, DigestAlgorithm, Metadata
+
+rust = pytest.importorskip("kernels._rust")
+Digest, DigestAlgorithm, Metadata = rust.Digest, rust.DigestAlgorithm, rust.Metadata
 
 BACKENDS = ["cpu", "cuda", "metal", "rocm", "xpu"]
 HERE = "cuda" if torch.version.cuda else "rocm" if torch.version.hip else "cpu"

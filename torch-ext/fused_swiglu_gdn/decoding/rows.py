@@ -38,8 +38,11 @@ def keeping(model: nn.Module, now: bool = True) -> int:
     A layer whose class's own forward runs keeps the last one alone, as KDA's do where there are no
     kernels. now: of the model's dtype, where it is; otherwise where there are kernels.
     """
-    x = torch.empty(0, dtype=model.dtype, device=model.device)
-    kinds = tuple([kind for kind, always in KEEPING.items() if always or not now or serves(x)])
+
+    def here() -> bool:
+        return serves(torch.empty(0, dtype=model.dtype, device=model.device))
+
+    kinds = tuple([kind for kind, always in KEEPING.items() if always or not now or here()])
     return sum((served_as(m) or "").endswith(kinds) for _, m in named_modules(model))
 
 
