@@ -17,15 +17,15 @@ from tiny_models import GRADIENTS, tokens
 # norm that rounds once instead of twice moves codes of three bits: up to .096 in 54 pairs. In bf16
 # the last logits of 60 prompts are off by at most .009 (Llama), .020 (Qwen3.5) and .016 (mixtures)
 # on a CPU, and those of 127 tokens of Kimi Linear with an adapter by .033, where both sides choose
-# the same experts. Where a rounding changes a token's choice it is .08 to .30, on either side (of 72
-# tokens of Kimi Linear on a GPU transformers' own chooses otherwise than in fp64 for one, and ours
-# for another, which is .35 and .46 off; with all experts .010): EVERY_EXPERT.
+# the same experts. Where a rounding changes a token's choice it is .08 to .30, on either side: of
+# 72 tokens of Kimi Linear on a GPU transformers' own chooses otherwise than in fp64 for one, ours
+# for another, and they are .35 and .46 off; with all experts the 72 are .010 off: EVERY_EXPERT.
 VALUES = {"fp32": 2e-5, "FP8": 0.15, "bf16": 0.05}
 EVERY_EXPERT = {"num_experts_per_tok": 4}  # of mixtures in 16 bits
 FACTOR = {"fp32": 1, "FP8": 3000, "bf16": 1000}  # of GRADIENTS
-# Of 150 draws of ids and masks (Qwen3.5 in bf16 on a CPU) the worst gradient of an adapter is off by
-# .05 in the median, .15 in one of ten and .42 at most, where transformers' own is off by .06, .20 and
-# .45 from fp64, and ours by .06, .18 and .44; in fp32 by 1e-5. Other masks are .9 off.
+# Of 150 draws of ids and masks (Qwen3.5 in bf16 on a CPU) the worst gradient of an adapter is .05
+# off in the median, .15 in one of ten, .42 at most; from fp64 transformers' own is off by .06, .20
+# and .45, ours by .06, .18 and .44. In fp32 it is 1e-5, with masks of another seed above 1.4.
 ADAPTERS = 2.5
 
 
