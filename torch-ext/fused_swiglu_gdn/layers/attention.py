@@ -51,13 +51,18 @@ class AttentionForm(NamedTuple):
     tables: Optional[str]  # the argument that is cos and sin
     cache: Optional[str]  # the argument that is updated
     mask: Optional[str]
+    store: Optional[str]  # the argument by which layers share keys and values,
+    stored: Optional[Word]  # the source of the key under which they are,
+    takes: bool  # and whether they are another layer's there, or this one's are stored
     index: Optional[Word]  # of the cache's layer
     updates: Tuple[Word, ...]  # what the cache's update gets besides, by position
     updates_with: Tuple[Word, ...]  # and by keyword
-    projections: Tuple[str, ...]  # of queries, keys and values, or one that makes all
+    # of queries, keys and values, or one that makes all; of two the second makes keys and values
+    projections: Tuple[str, ...]
     sizes: Tuple[int, ...]  # the widths of queries, keys and values
     q_norm: Optional[str]
     k_norm: Optional[str]
+    v_norm: Optional[str]  # a norm of each head of the values, which is called as it is
     out: str
     heads: Heads
     D: int
@@ -107,9 +112,11 @@ class Attention:
         self.form = form
         self.interface = Interface(form.implementation, form.eager)
         self.index = Value(form.index or Word("", "constant"))
+        self.stored = Value(form.stored or Word("", "constant"))
         self.words = Words(form.words), Words(form.training_words)
         self.updates = Updates(form)
-        self.joined = form.projections[0] if len(form.projections) == 1 else None
+        joins = len(form.projections) == 1 and not form.takes
+        self.joined = form.projections[0] if joins else None
         self.interleaved = form.heads.rotary in ROTARY[1:]
         self.width = 2 * form.D if form.heads.gated else form.D
 
@@ -132,6 +139,23 @@ class Attention:
             "offset": offset, "norm": form.heads.norm,
         }  # fmt: skip
 
+    def heads(self, parts: dict, x: torch.Tensor) -> tuple:
+        """Queries [B, T, HQ, D], keys and values [B, T, HK, D] as projected, and the gate or None.
+        Where keys and values are another layer's, a head of the queries stands in for them."""
+        form, D, (B, T) = self.form, self.form.D, x.shape[:2]
+        if self.joined is None:
+            q, *others = self.projected(x, *[parts[n] for n in form.projections], unpatched=True)
+            k, v = (others[0], others[-1]) if others else (None, None)
+        else:
+            q, k, v = parts[self.joined](x).split(form.sizes, -1)
+        q, gate = q.view(B, T, -1, self.width), None
+        if form.heads.gated:
+            q, gate = q.split(D, -1)  # [B, T, HQ, D] each
+        if k is None:
+            return q, q[:, :, :1], None, gate
+        k, v = k.view(B, T, -1, D), v.view(B, T, k.shape[-1] // D, -1)
+        return q, k, v if form.v_norm is None else parts[form.v_norm](v), gate
+
     def served(
         self, attention: nn.Module, x: torch.Tensor, given: dict, rest: dict
     ) -> Optional[tuple]:
@@ -145,7 +169,8 @@ class Attention:
         own_tables = given.get(form.tables)
         tables = _tables(form, own_tables, x, D)
         norms = {} if form.q_norm is None else self.norms(parts, x)
-        if tables is None or norms is None:
+        store = given.get(form.store)
+        if tables is None or norms is None or form.store is not None and store is None:
             return None
         past, mask = given.get(form.cache), given.get(form.mask)
         function, more = self.interface.of(attention, given), rest if form.rests else {}
@@ -153,19 +178,12 @@ class Attention:
         if torch.is_autocast_enabled(x.device.type):
             if not _casts_alike(x, past, function, words, more):
                 return None
-        if self.joined is None:
-            q, k, v = self.projected(x, *[parts[n] for n in form.projections], unpatched=True)
-        else:
-            q, k, v = parts[self.joined](x).split(form.sizes, -1)
+        q, k, v, gate = self.heads(parts, x)
         B, T = x.shape[:2]
-        q, gate = q.view(B, T, -1, self.width), None
-        if form.heads.gated:
-            q, gate = q.split(D, -1)  # [B, T, HQ, D] each
-        k, v = k.view(B, T, -1, D), v.view(B, T, k.shape[-1] // D, -1)
         norms["interleaved"] = self.interleaved
         of = self.index.attribute  # mostly: it is found without a function of ours
         index = None if past is None else of(attention) if of else self.index.of(attention, given)
-        slots = None if past is None else slots_of(past, index, k)
+        slots = None if past is None or form.takes else slots_of(past, index, k)
         if slots is not None:
             q, _ = fused_qk_norm_rope(
                 q, k, *tables, **norms, v=v, key_cache=slots.keys, value_cache=slots.values,
@@ -175,9 +193,15 @@ class Attention:
             k, v = slots.keys, slots.values
         else:
             q, k = self.normed_and_turned(q, k, *tables, **norms)
-            k, v = k.transpose(1, 2), v.transpose(1, 2)
-            if past is not None:
+            if form.takes:
+                shared = store[self.stored.of(attention, given)]
+                k, v = (t.to(q.device) for t in shared)  # of layers that several GPUs hold
+            else:
+                k, v = k.transpose(1, 2), v.transpose(1, 2)
+            if past is not None and not form.takes:
                 k, v = self.updates.of(past, k, v, index, attention, given, rest, own_tables)
+        if form.store is not None and not form.takes:
+            store[self.stored.of(attention, given)] = k, v
         if T == 1 and past is not None and _decodes(function, q, k, v, mask, slots, words, more):
             scale = words.get("scaling", more.get("scaling"))
             length = None if slots is None else slots.cumulative_length

@@ -40,7 +40,7 @@ class Order(NamedTuple):
 
 
 class LayerForm(NamedTuple):
-    """A class of decoder layers: r = x + post(mixer(pre(x))); r + post(mlp(pre(r)))."""
+    """A class of decoder layers: r = x + post(mixer(pre(x))); (r + post(mlp(pre(r)))) * last."""
 
     kind: type
     pinned: Pinned
@@ -48,6 +48,7 @@ class LayerForm(NamedTuple):
     arguments: Arguments
     order: Order
     scale: Optional[str]  # the attribute by which what is added is multiplied
+    last: Optional[str]  # the buffer by which the sum is multiplied
     mixer: Call
     mlp: Call
     dropouts: Tuple[str, ...]  # that drop nothing
@@ -65,11 +66,19 @@ class Decoder:
     def __init__(self, form: LayerForm):
         self.form = form
         self.mixer, self.mlp = Part(form.mixer), Part(form.mlp)
+        self.served = self.summed if form.last is None else self.scaled
 
-    def served(
+    def scaled(self, layer: nn.Module, *call) -> Optional[torch.Tensor]:
+        """The sum of these arguments times the buffer, in the dtype of the sum."""
+        last = layer.__dict__["_buffers"].get(self.form.last)
+        hidden = last is None or self.form.last in layer.__dict__
+        y = None if hidden else self.summed(layer, *call)
+        return None if y is None else (y * last).to(y.dtype)
+
+    def summed(
         self, layer: nn.Module, x: torch.Tensor, given: dict, rest: dict
     ) -> Optional[torch.Tensor]:
-        """The layer's output for these arguments, or None if the class's own forward must run."""
+        """The layer's sum for these arguments, or None if the class's own forward must run."""
         form = self.form
         if not form.pinned.unchanged(layer, form.guards):
             return None

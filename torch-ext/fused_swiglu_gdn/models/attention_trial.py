@@ -30,7 +30,7 @@ from .attention_learning import (
 )
 from .code import Refused
 from .facts import Facts, read
-from .handed import Cache, Interface, asked_by_this_thread, put, readable
+from .handed import Cache, Interface, Store, asked_by_this_thread, put, readable
 from .norm_trial import norm_in
 from .serving import own_class
 from .stand_ins import (
@@ -127,13 +127,9 @@ def _without(values: dict, names: frozenset) -> dict:
 
 
 def _norms_of(module: nn.Module) -> Dict[str, NormForm]:
-    """The forms of the parts that are RMS norms with a weight."""
-    found = {}
-    for name, part in module._modules.items():
-        form = norm_in(part) if part is not None and part._parameters else None
-        if form is not None and form.weight is not None:
-            found[name] = form
-    return found
+    """The forms of the parts that are RMS norms, with a weight or without."""
+    found = {name: norm_in(part) for name, part in module._modules.items()}
+    return {name: form for name, form in found.items() if form is not None}
 
 
 def _parts_key(module: nn.Module) -> tuple:
@@ -143,7 +139,8 @@ def _parts_key(module: nn.Module) -> tuple:
 
 
 def _norm_key(norm: nn.Module, form: NormForm) -> tuple:
-    return (*form[3:], told(norm._parameters[form.weight], "shape"))
+    weight = norm._parameters.get(form.weight)
+    return (*form[3:], None if weight is None else told(weight, "shape"))
 
 
 def _find(kind_of_trial, module, kind, facts, values, norms) -> tuple:
@@ -184,7 +181,8 @@ class AttentionTrial(Learning):
         for i, (name, part) in enumerate(module._modules.items()):
             self.parts[name] = Unknown(name)
             if name in norms:
-                size = told(part._parameters[norms[name].weight], "shape")
+                weight = part._parameters.get(norms[name].weight)
+                size = () if weight is None else told(weight, "shape")
                 self.parts[name] = Part(name, tuple(size), 200 + i, self)
             elif features(part):
                 self.parts[name] = Part(name, features(part), 100 + 7 * i, self)
@@ -192,11 +190,13 @@ class AttentionTrial(Learning):
                 self.parts[name] = part
         own = [(n, p) for n, p in module._parameters.items() if p is not None]
         self.own = [(n, random(*told(p, "shape"), seed=77)) for n, p in own]
-        self.tables = self.cache = self.mask = None  # arguments
+        self.tables = self.cache = self.mask = self.store = None  # arguments
+        self.takes = False  # keys and values from the store
         self.width = next((features(m)[0] for m in module._modules.values() if features(m)), 0)
         self.dims, self.D, self.R = 3, 1, 0
+        # those whose inputs are compared: projections, and norms that ours calls
         self.projections = frozenset(
-            n for n, part in self.parts.items() if isinstance(part, Part) and part.sizes[1:]
+            n for n, part in self.parts.items() if isinstance(part, Part) and len(part.sizes) != 1
         )
         self.has_float = "float" in facts.names
 
@@ -238,6 +238,8 @@ class AttentionTrial(Learning):
         roles = {self.hidden: x, self.tables: tables}
         roles[self.cache] = Cache(self.cache) if case.cached else None
         roles[self.mask] = self.opaque[self.mask] if case.masked else None
+        if self.store is not None:
+            roles[self.store] = Store(self.store, case.B, self.D, case.dtype)
         return roles
 
     def input(self, case: Case) -> torch.Tensor:
@@ -298,7 +300,7 @@ class AttentionTrial(Learning):
     def check(self, ours: Attention, run: Run) -> None:
         """Checks that ours gives the cache, the attention function and the parts of the module what
         the class's forward gives them, and returns the same; raises Refused if not."""
-        given = {n: Cache(n) if type(v) is Cache else v for n, v in run.given.items()}
+        given = {n: v.again() if type(v) in (Cache, Store) else v for n, v in run.given.items()}
         self.log = log = []
         self.interface = Interface(log)
         result = ours.served(run.twin, run.x, given, run.rest)
@@ -336,6 +338,6 @@ class _Ours(Attention):
 def _done(run: Run, projections: frozenset) -> tuple:
     """All that a forward has done in a run that others see."""
     ((module, *heads, mask, keywords, _),) = run.interface.calls
-    updates = {n: v.calls for n, v in run.given.items() if type(v) is Cache}
+    updates = {n: v.calls for n, v in run.given.items() if type(v) in (Cache, Store)}
     products = {entry[0]: entry[1] for entry in run.log if entry and entry[0] in projections}
     return run.interface.asked, module, heads, mask, keywords, updates, products, run.result

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..layers.pinned import found_at
-from .stand_ins import Opaque, random
+from .stand_ins import Opaque, name_of, random
 
 
 class Cache(Opaque):
@@ -18,6 +18,9 @@ class Cache(Opaque):
 
     def __init__(self, name: str):
         self.__dict__.update(opaque_name=name, calls=[])
+
+    def again(self) -> "Cache":
+        return Cache(name_of(self))
 
     def update(self, *args, **more):
         k, v, index, *rest = (*args, *map(more.pop, UPDATED[len(args) :]))
@@ -28,6 +31,26 @@ class Cache(Opaque):
                     values[at] = dict(values[at])
         self.calls.append((k, v, index, rest, more))
         return torch.cat([k * 0.5, k], -2), torch.cat([v * 0.25, v], -2)
+
+
+class Store(Opaque):
+    """An argument under whose keys keys and values are stored, and found."""
+
+    def __init__(self, name: str, *sizes):
+        self.__dict__.update(opaque_name=name, sizes=sizes, calls=[], taken=False)
+
+    def again(self) -> "Store":
+        return Store(name_of(self), *self.__dict__["sizes"])
+
+    def __setitem__(self, key, value):
+        self.calls.append((key, value))
+
+    def __getitem__(self, key):
+        B, D, dtype = self.__dict__["sizes"]
+        found = tuple(random(B, 2, 6, D, seed=seed, dtype=dtype) for seed in (31, 32))
+        self.calls.append((key, found))
+        self.__dict__["taken"] = True
+        return found
 
 
 UPDATED = ("key_states", "value_states", "layer_idx")  # as caches call what they are updated with

@@ -128,6 +128,8 @@ class LatentTrial(AttentionTrial):
         first, training = self.first()
         if self.cache is None:
             raise Refused("it has no cache")
+        if self.store is not None:
+            raise Refused("it stores keys and values for other layers")
         self.calls, self.training_words = self.calls_of(first), self.calls_of(training)[1]
         for case in self.cases():
             if case.dtype is F64:
@@ -139,7 +141,7 @@ class LatentTrial(AttentionTrial):
         left = (*run.interface.calls[0][1:4], run.result[0])
         if {x.dtype for x in left} != {torch.bfloat16}:
             raise Refused("it changes the dtype")
-        implementation, words, index, updates, updates_with = self.calls
+        implementation, words, index, updates, updates_with, _ = self.calls
         guards = self.guards({n: v for n, v in values.items() if n not in self.handed})
         guards.update(dict.fromkeys(self.given_on(), GIVEN))
         return LatentForm(
@@ -156,7 +158,7 @@ class LatentTrial(AttentionTrial):
         _, _, _, _, mask, keywords, _ = run.interface.calls[0]
         if mask is not run.given.get(self.mask):
             raise Refused("it changes the attention mask, or keeps keyword arguments back")
-        asked, words, index, updates, updates_with = self.calls
+        asked, words, index, updates, updates_with, _ = self.calls
         words = self.training_words if case.training else words
         found, rest = {"asked": run.interface.asked[0][0], "words": keywords}, run.rest
         table = [asked._replace(name="asked"), Word("words", "dict", words)]

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..layers.decoder import Call, Decoder, LayerForm, Order
 from ..layers.forward import Word
+from ..layers.plain import told
 from .attention_trial import is_attention
 from .code import Refused
 from .facts import read
@@ -77,8 +78,15 @@ def layer_form(module: nn.Module) -> LayerForm:
     plain = {n for n, m in modules.items() if is_identity(m)}
     norms = {n for n, m in modules.items() if n not in plain and norm_in(m) is not None}
     parts = tuple([(n, n in norms, n in plain) for n in modules])
-    key = (*form_key(module, kind, facts, values), parts, bool(module._parameters))
+    own = bool(module._parameters), _scalars(module)
+    key = (*form_key(module, kind, facts, values), parts, *own)
     return remembered(_forms, key, _find, module, kind, facts, values, norms, plain)
+
+
+def _scalars(module: nn.Module) -> Tuple[str, ...]:
+    """The names of buffers of one value."""
+    shapes = {name: told(buffer, "shape") for name, buffer in module._buffers.items()}
+    return tuple([name for name, shape in shapes.items() if shape and shape.numel() == 1])
 
 
 def _find(module, kind, facts, values, norms, plain) -> LayerForm:
@@ -121,6 +129,7 @@ class _Trial(Trial):
         super().__init__(module, kind, facts)
         self.norms, self.plain, self.outputs = norms, tuple(plain), outputs
         self.parts = dict(module._modules)
+        self.buffers = {n: random(1, seed=5 + i) for i, n in enumerate(_scalars(module))}
         for i, name in enumerate(self.parts):
             if name not in plain and self.parts[name] is not None:
                 self.parts[name] = Block(name, 300 + 11 * i, self, name in norms)
@@ -132,9 +141,10 @@ class _Trial(Trial):
             raise Refused("none of its arguments reaches its parts")
         known = self.kind, FREE, (), self.arguments()
         scales = (None, *(n for n, v in values.items() if type(v) is float))
-        for order, scale in itertools.product(_orders(run.log, self.norms), scales):
+        ways = _orders(run.log, self.norms), scales, (None, *self.buffers)
+        for order, scale, last in itertools.product(*ways):
             calls = [self.call(name, run) for name in (order.mixer, order.mlp)]
-            form = LayerForm(*known, order, scale, *calls, self.plain)
+            form = LayerForm(*known, order, scale, last, *calls, self.plain)
             if self.agrees(Decoder(form), run):
                 break
         else:
@@ -178,7 +188,7 @@ class _Trial(Trial):
         log, x = self.begin(flat), before.clone()
         given = self.given({self.hidden: x}, absent)
         twin, rest = twin_of(self.module, self.kind, self.parts), self.unknown_words(words)
-        twin.__dict__.update(self.watched)
+        twin.__dict__.update(self.watched, _buffers=self.buffers)
         if training is not None:
             twin.__dict__["training"] = training
         out = called(self.facts, twin, given, rest, by_position)

@@ -215,10 +215,13 @@ FREE = _Free((), ())
 
 class Part:
     """A stub of a projection, of rank 3, so that the module's own sizes cost nothing, with a bias;
-    or, with one size, of an RMS norm with a weight. It logs its calls in its trial's log."""
+    or, with one size, of an RMS norm with a weight; with none, of another norm. It logs its calls
+    in its trial's log."""
 
     def __init__(self, name: str, sizes: tuple, seed: int, trial=None):
         self.name, self.sizes, self.trial = name, sizes, trial
+        if not sizes:
+            return
         if len(sizes) == 1:
             self.weight = random(*sizes, seed=seed) + 1.5
         else:
@@ -233,7 +236,9 @@ class Part:
         if type(x) is not torch.Tensor:
             read_by(x, self.name)
         dtype = x.dtype
-        if len(self.sizes) > 1:
+        if not self.sizes:
+            y = torch.tanh(x * 0.7) + x.abs().amax(-1, keepdim=True)
+        elif len(self.sizes) > 1:
             y = F.linear(x @ self.a.to(dtype), self.b.to(dtype), self.bias.to(dtype))
         elif x.shape[-1:] != self.sizes:
             raise Refused("it norms over another width than its weight's")
