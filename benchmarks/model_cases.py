@@ -50,6 +50,12 @@ QWEN3_MOE = {  # Qwen3-30B-A3B's, of 8 layers
     "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
 }  # fmt: skip
+QWEN3_MOE_48 = {**QWEN3_MOE, "num_hidden_layers": 48}  # all
+QWEN_9B = {  # Qwen3.5-9B's, all layers, without the vision tower and further predictions
+    "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 248320, **gdn_heads(16, 32),
+    **hybrid(32),
+}  # fmt: skip
 KIMI = {  # of 8 layers; the defaults are the 48B-A3B model's
     "vocab_size": 32768, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **hybrid(8),
 }  # fmt: skip
@@ -74,6 +80,8 @@ FAMILIES = {  # names of transformers' configurations and of its models, and the
     "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM", V2_LITE),
     "Qwen3.5-35B-A3B": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", QWEN_MOE),
     "Qwen3-30B-A3B": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", QWEN3_MOE),
+    "whole Qwen3-30B-A3B": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", QWEN3_MOE_48),
+    "whole Qwen3.5-9B": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", QWEN_9B),
 }
 
 
