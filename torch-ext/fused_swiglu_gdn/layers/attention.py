@@ -21,12 +21,15 @@ from .fp8.weights import FORMS as FP8_FORMS
 from .norm import does_nothing, parameters_of_norm
 from .pinned import Pinned
 from .plain import PLAIN_TENSORS
+from .positions import scale_by_position
 from .projections import projections
+from .slots import slots_of
 
 GATES, NORMS = (False, True), ("none", "head", "all")
 # which channels turn together: those half a table apart; neighbours, by the first half of the
-# tables (GLM); neighbours, by tables that have their channels side by side (GLM-4V)
-ROTARY = ("halves", "pairs", "channels")
+# tables (GLM); neighbours, by tables that have their channels side by side (GLM-4V); half a head
+# apart, by tables with one angle for both (gpt-oss)
+ROTARY = ("halves", "pairs", "channels", "angles")
 SIXTEEN = (torch.bfloat16, torch.float16)
 KERNEL = (ops.FAMILY, "kvcache_attention")
 # with any of these SDPA does something else than attention by its mask
@@ -51,6 +54,7 @@ class AttentionForm(NamedTuple):
     tables: Optional[str]  # the argument that is cos and sin
     cache: Optional[str]  # the argument that is updated
     mask: Optional[str]
+    positions: Optional[str]  # the argument by which queries are scaled
     store: Optional[str]  # the argument by which layers share keys and values,
     stored: Optional[Word]  # the source of the key under which they are,
     takes: bool  # and whether they are another layer's there, or this one's are stored
@@ -115,9 +119,11 @@ class Attention:
         self.stored = Value(form.stored or Word("", "constant"))
         self.words = Words(form.words), Words(form.training_words)
         self.updates = Updates(form)
+        # arguments without which the forward does something else
+        self.more = tuple(filter(None, [form.store, form.positions]))
         joins = len(form.projections) == 1 and not form.takes
         self.joined = form.projections[0] if joins else None
-        self.interleaved = form.heads.rotary in ROTARY[1:]
+        self.interleaved = form.heads.rotary in ("pairs", "channels")
         self.width = 2 * form.D if form.heads.gated else form.D
 
     def norms(self, parts: dict, x: torch.Tensor) -> Optional[dict]:
@@ -139,23 +145,6 @@ class Attention:
             "offset": offset, "norm": form.heads.norm,
         }  # fmt: skip
 
-    def heads(self, parts: dict, x: torch.Tensor) -> tuple:
-        """Queries [B, T, HQ, D], keys and values [B, T, HK, D] as projected, and the gate or None.
-        Where keys and values are another layer's, a head of the queries stands in for them."""
-        form, D, (B, T) = self.form, self.form.D, x.shape[:2]
-        if self.joined is None:
-            q, *others = self.projected(x, *[parts[n] for n in form.projections], unpatched=True)
-            k, v = (others[0], others[-1]) if others else (None, None)
-        else:
-            q, k, v = parts[self.joined](x).split(form.sizes, -1)
-        q, gate = q.view(B, T, -1, self.width), None
-        if form.heads.gated:
-            q, gate = q.split(D, -1)  # [B, T, HQ, D] each
-        if k is None:
-            return q, q[:, :, :1], None, gate
-        k, v = k.view(B, T, -1, D), v.view(B, T, k.shape[-1] // D, -1)
-        return q, k, v if form.v_norm is None else parts[form.v_norm](v), gate
-
     def served(
         self, attention: nn.Module, x: torch.Tensor, given: dict, rest: dict
     ) -> Optional[tuple]:
@@ -164,22 +153,34 @@ class Attention:
         if x.ndim != 3 or not form.pinned.unchanged(attention, form.guards):
             return None
         parts = attention.__dict__["_modules"]
-        if not all([does_nothing(parts[name]) for name in form.identities]):
+        if form.identities and not all([does_nothing(parts[n]) for n in form.identities]):
             return None
         own_tables = given.get(form.tables)
         tables = _tables(form, own_tables, x, D)
         norms = {} if form.q_norm is None else self.norms(parts, x)
-        store = given.get(form.store)
-        if tables is None or norms is None or form.store is not None and store is None:
+        if tables is None or norms is None or self.more and _lacks(given, self.more):
             return None
         past, mask = given.get(form.cache), given.get(form.mask)
         function, more = self.interface.of(attention, given), rest if form.rests else {}
         words = self.words[attention.training].made(attention, given, rest, own_tables)
-        if torch.is_autocast_enabled(x.device.type):
-            if not _casts_alike(x, past, function, words, more):
-                return None
-        q, k, v, gate = self.heads(parts, x)
+        casts = torch.is_autocast_enabled(x.device.type)
+        if casts and not _casts_alike(x, past, function, words, more):
+            return None
+        if self.joined is None:
+            linears = map(parts.__getitem__, form.projections)
+            made = self.projected(x, *linears, unpatched=True)
+        else:
+            made = parts[self.joined](x).split(form.sizes, -1)
         B, T = x.shape[:2]
+        q, gate = made[0].view(B, T, -1, self.width), None
+        if form.heads.gated:
+            q, gate = q.split(D, -1)  # [B, T, HQ, D] each
+        if form.takes:  # a head of the queries stands in for keys
+            k = v = q[:, :, :1]
+        else:
+            k = made[1].view(B, T, -1, D)
+            v = made[-1].view(B, T, k.shape[2], -1)
+            v = v if form.v_norm is None else parts[form.v_norm](v)
         norms["interleaved"] = self.interleaved
         of = self.index.attribute  # mostly: it is found without a function of ours
         index = None if past is None else of(attention) if of else self.index.of(attention, given)
@@ -193,15 +194,11 @@ class Attention:
             k, v = slots.keys, slots.values
         else:
             q, k = self.normed_and_turned(q, k, *tables, **norms)
-            if form.takes:
-                shared = store[self.stored.of(attention, given)]
-                k, v = (t.to(q.device) for t in shared)  # of layers that several GPUs hold
-            else:
-                k, v = k.transpose(1, 2), v.transpose(1, 2)
+            k, v = k.transpose(1, 2), v.transpose(1, 2)
             if past is not None and not form.takes:
                 k, v = self.updates.of(past, k, v, index, attention, given, rest, own_tables)
-        if form.store is not None and not form.takes:
-            store[self.stored.of(attention, given)] = k, v
+        if self.more:
+            q, k, v = self.shared_and_scaled(attention, given, q, k, v)
         if T == 1 and past is not None and _decodes(function, q, k, v, mask, slots, words, more):
             scale = words.get("scaling", more.get("scaling"))
             length = None if slots is None else slots.cumulative_length
@@ -216,6 +213,23 @@ class Attention:
             out = self.gated(out, gate) if out.shape == gate.shape else out * torch.sigmoid(gate)
         out = out.reshape(B, T, -1).contiguous()
         return self.projected(out, parts[form.out], unpatched=True)[0], weights
+
+    def shared_and_scaled(self, attention: nn.Module, given: dict, q, k, v) -> tuple:
+        """Keys and values of another layer, or this one's, which are stored; scaled queries."""
+        form = self.form
+        if form.takes:
+            k, v = given[form.store][self.stored.of(attention, given)]
+            k, v = k.to(q.device), v.to(q.device)  # of a layer on another GPU
+        elif form.store is not None:
+            given[form.store][self.stored.of(attention, given)] = k, v
+        if form.positions is not None:
+            scale = scale_by_position(given[form.positions], attention.config.rope_parameters)
+            q = q * scale.to(q.dtype)
+        return q, k, v
+
+
+def _lacks(given: dict, names: Tuple[str, ...]) -> bool:
+    return any([given.get(name) is None for name in names])
 
 
 def _tables(form: AttentionForm, tables, x: torch.Tensor, D: int) -> Optional[tuple]:
@@ -238,42 +252,11 @@ def _tables(form: AttentionForm, tables, x: torch.Tensor, D: int) -> Optional[tu
         cos, sin = cos[None], sin[None]
     if rotary == "pairs":
         return cos[..., : R // 2], sin[..., : R // 2]
+    if rotary == "angles":
+        return torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
     if rotary == "channels":
         return cos.unflatten(-1, (-1, 2)), sin.unflatten(-1, (-1, 2))
     return cos, sin
-
-
-def slots_of(cache, index: int, k: torch.Tensor):
-    """The layer of a static cache if an update with k changes its slots alone, or None."""
-    caches = sys.modules.get("transformers.cache_utils")
-    if caches is None or type(cache) not in (caches.Cache, caches.StaticCache):
-        return None
-    if not is_transformers_own(caches, cache, caches.StaticLayer) or torch.is_grad_enabled():
-        return None
-    if cache.layer_class_to_replicate is not None:
-        return None
-    layer = cache.layers[index] if index < len(cache.layers) else None
-    if (
-        type(layer) is not caches.StaticLayer
-        or not layer.is_initialized
-        or "update" in layer.__dict__
-    ):
-        return None
-    keys, length = layer.keys, layer.cumulative_length
-    if type(keys) not in PLAIN_TENSORS or keys.dtype is not k.dtype or keys.device != k.device:
-        return None
-    fits = keys.shape[0] == k.shape[0] and keys.shape[1] == k.shape[2] and length.device == k.device
-    return layer if fits and k.shape[1] <= keys.shape[2] else None
-
-
-def is_transformers_own(caches, cache, kind: type) -> bool:
-    """True if updates of a cache are transformers' own, neither patched nor wrapped, and so are
-    those of layers of this kind; nor is the cache offloaded."""
-    for update in (type(cache).update, kind.update):
-        code = getattr(update, "__code__", None)
-        if getattr(code, "co_filename", None) != caches.__file__ or hasattr(update, "__wrapped__"):
-            return False
-    return "update" not in cache.__dict__ and not cache.offloading
 
 
 def _decodes(function, q, k, v, mask, slots, words: dict, rest: dict) -> bool:
@@ -286,7 +269,12 @@ def _decodes(function, q, k, v, mask, slots, words: dict, rest: dict) -> bool:
         return False
     if mask is not None and not (mask.ndim == 4 and mask.shape[1] == mask.shape[2] == 1):
         return False
-    if words.get("dropout") or rest.get("dropout") or not by_torch(function, words, rest):
+    if (
+        words.get("s_aux") is not None
+        or words.get("dropout")
+        or rest.get("dropout")
+        or not by_torch(function, words, rest)
+    ):
         return False
     if slots is not None:
         return mask is not None and _has_kernel(q.device)
@@ -333,6 +321,8 @@ def by_torch(function, words: dict, rest: dict) -> bool:
         return False
     if not isinstance(F.scaled_dot_product_attention, BuiltinFunctionType):
         return False  # somebody's own stands in for torch's
+    if words.get("s_aux") is not None or rest.get("s_aux") is not None:
+        return False  # sinks
     return not any(map(words.get, NOT_PLAIN)) and not any(map(rest.get, NOT_PLAIN))
 
 

@@ -19,14 +19,16 @@ from torch import nn
 from ..attention import ops
 from ..attention.api import fused_latent_norm_rope, latent_attention_with_kvcache
 from ..runtime import dispatch
-from .attention import SIXTEEN, Updates, by_torch, is_transformers_own, slots_of
+from .attention import SIXTEEN, Updates, by_torch
 from .forward import Arguments, Interface, Value, Word, Words, forward_by
 from .fp8.linear import dequantised
 from .fp8.weights import weights_of
 from .norm import parameters_of_norm
 from .pinned import Pinned
 from .plain import PLAIN_TENSORS, parameters_of
+from .positions import scale_by_position
 from .projections import projections
+from .slots import is_transformers_own, slots_of
 
 KERNEL = (ops.LATENT, "latent_attention")
 MOST = 8  # tokens: from some 170 on the expanded form takes fewer operations
@@ -66,15 +68,6 @@ class LatentForm(NamedTuple):
 def forward_of(form: LatentForm) -> Callable:
     """Returns a forward for the modules of a class: ours, or the class's own for other calls."""
     return forward_by(form, LatentAttention(form).served, "LatentAttention", compiled=False)
-
-
-def scale_by_position(positions: torch.Tensor, rope_parameters: dict) -> torch.Tensor:
-    """The factor of a token's queries (Llama 4, Mistral 4), [B, T, 1, 1]; positions [B, T]."""
-    beta, most = (rope_parameters.get(name) for name in POSITION_SCALE)
-    return (1 + beta * torch.log(1 + torch.floor(positions / most)))[:, :, None, None]
-
-
-POSITION_SCALE = ("llama_4_scaling_beta", "original_max_position_embeddings")
 
 
 class _Call(NamedTuple):

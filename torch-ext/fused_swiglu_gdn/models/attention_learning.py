@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 from ..layers.forward import ALONE, Word
+from ..layers.positions import POSITION_SCALE, scale_by_position
 from .attention_plans import planned
 from .code import Refused
 from .handed import Cache, Interface
-from .stand_ins import F64, SIZES, Opaque, Part, Raises, Read, name_of
+from .stand_ins import F64, SIZES, Opaque, Part, Raises, Read, name_of, same
 from .trial import Trial, alike, plain_values
 
 
@@ -42,6 +43,7 @@ CASES = (  # with and without a cache, a mask and training
     Case(2, 3, dtype=torch.float32, words=0, by_position=True),
     Case(1, 1, training=True, values="mixed"),
 )
+POSITIONS = frozenset(POSITION_SCALE)
 WITHOUT, PARTIAL = Case(2, 3, None), Case(2, 3, 0.5, masked=True)
 
 
@@ -68,6 +70,7 @@ class Learning(Trial):
         "tables": lambda how, optional: how in ("__iter__", "__getitem__"),
         "cache": lambda how, optional: how == "update",
         "mask": lambda how, optional: False,
+        "positions": lambda how, optional: how in ("__truediv__", "__div__"),
         "store": lambda how, optional: how in ("__setitem__", "__getitem__"),
     }
 
@@ -77,7 +80,7 @@ class Learning(Trial):
         self.D = run.interface.calls[0][1].shape[-1]
         if self.tables is not None and run.tables[0].shape[-1] != (self.R or self.D):
             run = self.called(FIRST, values=self.marks())  # with tables as wide as the heads
-        return run, self.called(TRAINING, values=self.marks())
+        return run, self.called(TRAINING, values=self.marks()) if self.trains else run
 
     def learn(self, what: Read) -> None:
         """Also of an attribute that was assumed to be passed on."""
@@ -105,7 +108,8 @@ class Learning(Trial):
     def with_tables(self) -> Tuple[Run, Run]:
         error = None
         widths = [(n, 0) for n in dict.fromkeys([1, 2, *self.widths()])]
-        for sizes in [*widths, *((n, n) for n in self.numbers())]:
+        angles = [(n, n // 2) for n in self.widths() if n % 2 == 0]
+        for sizes in [*widths, *((n, n) for n in self.numbers()), *angles]:
             self.D, self.R = sizes
             try:
                 return self.learned(self.first_runs)
@@ -162,7 +166,7 @@ class Learning(Trial):
         identities = [n for n, part in self.parts.items() if isinstance(part, nn.Module)]
         return (
             self.arguments(), self.tables, self.cache,
-            self.mask, self.store, stored, self.takes, index, updates, updates_with,
+            self.mask, self.scaling(), self.store, stored, self.takes, index, updates, updates_with,
             self.plan.projections, self.sizes,
             self.plan.q_norm, self.plan.k_norm, self.plan.v_norm, self.plan.out, self.plan.heads,
             self.D, self.dims, (self.R or self.D,), False, tuple(identities), implementation, words,
@@ -171,7 +175,7 @@ class Learning(Trial):
         )  # fmt: skip
 
     def others(self) -> tuple:
-        return super().others(self.tables, self.cache, self.mask, self.store)
+        return super().others(self.tables, self.cache, self.mask, self.positions, self.store)
 
     def calls_of(self, run: Run) -> tuple:
         """The sources of all arguments of the registry, the attention function and the cache."""
@@ -210,6 +214,8 @@ class Learning(Trial):
         known = self.known_word(name, value, run)
         if known is not None:
             return known
+        if self.positions is not None and value is run.given.get(self.positions):
+            return Word(name, "argument", self.positions)
         if issubclass(type(value), Opaque):
             path = name_of(value)
             if path.startswith("self."):
@@ -230,3 +236,18 @@ class Learning(Trial):
     def planned(self, run: Run) -> tuple:
         """The plan that agrees with a run, and the widths of queries, keys and values."""
         return planned(self, run)
+
+    def scales(self, run: Run, queries: torch.Tensor, q: torch.Tensor) -> bool:
+        """True if q are the queries [B, H, T, D], or these times their factor by position."""
+        if same(q, queries) and not self.scaled:
+            return True
+        known = getattr(self.module.config, "rope_parameters", None)
+        if self.positions is None or type(known) is not dict or not POSITIONS <= known.keys():
+            return False
+        self.scaled = True
+        scale = scale_by_position(run.given[self.positions], known).to(q.dtype)
+        return torch.allclose(q, queries * scale.transpose(1, 2), rtol=1e-6, atol=1e-6)
+
+    def scaling(self) -> Optional[str]:
+        """The argument by which queries are scaled."""
+        return self.positions if self.scaled else None

@@ -110,7 +110,8 @@ def _compared(trial, run, made: dict, heads: tuple, plans: Iterable[Plan]) -> tu
             own_q, gate = own_q.unflatten(-1, (-1, 2 * D)).chunk(2, -1)
             own_q, gate = own_q.flatten(2), gate.flatten(2)
         try:
-            if not same(q, _formed(own_q, D, parts.get(plan.q_norm), form, tables)):
+            queries = _formed(own_q, D, parts.get(plan.q_norm), form, tables)
+            if not trial.scales(run, queries, q):
                 continue
             if trial.takes or same(k, _formed(raw[1], D, parts.get(plan.k_norm), form, tables)):
                 return plan, gate
@@ -127,9 +128,11 @@ def _formed(x, D: int, norm: Optional[Callable], form: Heads, tables):
     if form.rotary is None:
         return x
     cos, sin = tables[0].unsqueeze(-3), tables[1].unsqueeze(-3)
+    if form.rotary == "angles":
+        cos, sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
     R = cos.shape[-1]
     y, rest = x[..., :R], x[..., R:]
-    if form.rotary == "halves":
+    if form.rotary in ("halves", "angles"):
         a, b = y.chunk(2, -1)
         turned = torch.cat([-b, a], -1)
     else:

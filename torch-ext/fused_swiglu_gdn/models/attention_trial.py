@@ -19,15 +19,7 @@ from ..layers.norm import NormForm
 from ..layers.own_code import codes_in
 from ..layers.pinned import GIVEN, found_at
 from ..layers.plain import told
-from .attention_learning import (
-    CASES,
-    FIRST,
-    PARTIAL,
-    WITHOUT,
-    Case,
-    Learning,
-    Run,
-)
+from .attention_learning import CASES, FIRST, PARTIAL, WITHOUT, Case, Learning, Run
 from .code import Refused
 from .facts import Facts, read
 from .handed import Cache, Interface, Store, asked_by_this_thread, put, readable
@@ -46,15 +38,7 @@ from .stand_ins import (
     random,
     twin_of,
 )
-from .trial import (
-    alike,
-    called,
-    form_key,
-    plain_values,
-    sizes_of,
-    toggles,
-    why_odd_module,
-)
+from .trial import alike, called, form_key, plain_values, sizes_of, toggles, why_odd_module
 
 # names that make a module one to look at
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -148,15 +132,18 @@ def _find(kind_of_trial, module, kind, facts, values, norms) -> tuple:
     depend."""
     paths = [p for p in facts.reads if readable(module, p) and type(values.get(p)) is not bool]
     reasons = []
-    for handed in (frozenset(paths), frozenset()):
+    # in both modes, or where the forward reads its mode in evaluation alone
+    modes = (True, False) if "training" in facts.names else (True,)
+    for trains, handed in itertools.product(modes, (frozenset(paths), frozenset())):
+        if reasons and not handed and not reasons[-1][1]:
+            continue  # as before
         trial = kind_of_trial(module, kind, facts, norms, handed)
+        trial.trains = trains
         try:
             with quiet(), asked_by_this_thread(trial):
                 form = trial.form(values)
         except Refused as why:
             reasons.append((str(why), trial.handed))
-            if not trial.handed:
-                break
             continue
         names = (*_without(values, trial.handed), *module._modules, "training")
         reason = why_odd_module(module, kind, facts, names)
@@ -190,7 +177,9 @@ class AttentionTrial(Learning):
                 self.parts[name] = part
         own = [(n, p) for n, p in module._parameters.items() if p is not None]
         self.own = [(n, random(*told(p, "shape"), seed=77)) for n, p in own]
-        self.tables = self.cache = self.mask = self.store = None  # arguments
+        self.tables = self.cache = self.mask = self.positions = self.store = None  # arguments
+        self.scaled = False  # queries are, by their positions
+        self.trains = True  # a call in training is tried, too
         self.takes = False  # keys and values from the store
         self.width = next((features(m)[0] for m in module._modules.values() if features(m)), 0)
         self.dims, self.D, self.R = 3, 1, 0
@@ -238,6 +227,8 @@ class AttentionTrial(Learning):
         roles = {self.hidden: x, self.tables: tables}
         roles[self.cache] = Cache(self.cache) if case.cached else None
         roles[self.mask] = self.opaque[self.mask] if case.masked else None
+        if self.positions is not None:
+            roles[self.positions] = torch.arange(case.T).repeat(case.B, 1) * 20011 + 5
         if self.store is not None:
             roles[self.store] = Store(self.store, case.B, self.D, case.dtype)
         return roles
@@ -271,16 +262,18 @@ class AttentionTrial(Learning):
             form = form._replace(widths=())
         values = self.guards(_without(values, self.handed))
         guards = {**values, **dict.fromkeys(self.given_on(), GIVEN)}
+        guards.update({} if self.trains else {"training": False})
         return form._replace(
             pinned=self.facts.pinned, guards=tuple(guards.items()), optional=optional
         )
 
     def cases(self) -> Iterator[Case]:
         """CASES, and with the numbers of tokens that have to be tried."""
-        yield from CASES
+        cases = [case._replace(training=self.trains and case.training) for case in CASES]
+        yield from cases
         sizes = [size for part in self.parts.values() for size in getattr(part, "sizes", ())]
         tokens = sizes_of(self.module, self.facts, max(sizes))
-        for case, T in zip(itertools.cycle(CASES), tokens):
+        for case, T in zip(itertools.cycle(cases), tokens):
             yield case._replace(B=1, T=T, tables=0, dtype=F64 if T > 66 else case.dtype)
 
     def given_on(self) -> List[str]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..layers.forward import Word, Words
-from ..layers.latent_attention import POSITION_SCALE, LatentForm, scale_by_position
+from ..layers.latent_attention import LatentForm
 from ..layers.pinned import GIVEN
 from ..layers.plain import told
 from .attention_learning import FIRST, Case, Run
@@ -23,7 +23,6 @@ from .serving import own_class
 from .stand_ins import F64, features, random, same
 from .trial import alike, toggles
 
-POSITIONS = frozenset(POSITION_SCALE)
 ROTARY = (None, "halves", "pairs", "pairs_to_halves")
 
 
@@ -73,13 +72,11 @@ class LatentTrial(AttentionTrial):
     READS = {
         **AttentionTrial.READS,
         "tables": lambda how, optional: how in ("__iter__", "__getitem__", "to"),
-        "positions": lambda how, optional: how in ("__truediv__", "__div__"),
     }
 
     def __init__(self, *given):
         super().__init__(*given)
-        self.positions = self.plan = None
-        self.scaled = False
+        self.plan = None
 
     def learn(self, what) -> None:
         if what.how == "to" and self.tables is None:
@@ -93,10 +90,6 @@ class LatentTrial(AttentionTrial):
         if self.complex:
             return [torch.complex(cos, sin)]
         return [cos.to(case.dtype), sin.to(case.dtype)]
-
-    def roles_of(self, case: Case, x: torch.Tensor, tables) -> dict:
-        positions = torch.arange(case.T).repeat(case.B, 1) * 20011 + 5
-        return {self.positions: positions, **super().roles_of(case, x, tables)}
 
     def first(self) -> Tuple[Run, Run]:
         reason = None
@@ -146,7 +139,7 @@ class LatentTrial(AttentionTrial):
         guards.update(dict.fromkeys(self.given_on(), GIVEN))
         return LatentForm(
             self.kind, self.facts.pinned, tuple(guards.items()), self.arguments(), self.tables,
-            self.cache, self.mask, self.positions if self.scaled else None, index, updates,
+            self.cache, self.mask, self.scaling(), index, updates,
             updates_with, *self.plan, self.sizes, implementation, words, self.training_words,
             self.rests, self.eager,
         )  # fmt: skip
@@ -171,14 +164,6 @@ class LatentTrial(AttentionTrial):
         expected["words"].update(rest if self.rests else {})
         if run.interface.asked[0][1] is not self.eager or not alike(found, expected):
             raise Refused("its attention function or its cache gets other arguments")
-
-    def others(self) -> tuple:
-        return tuple([name for name in super().others() if name != self.positions])
-
-    def word(self, name: str, value: object, run: Run) -> Word:
-        if self.positions is not None and value is run.given.get(self.positions):
-            return Word(name, "argument", self.positions)
-        return super().word(name, value, run)
 
     # ------------------------------------------------------------------ numbers
 
@@ -267,7 +252,7 @@ class LatentTrial(AttentionTrial):
                 return False
             c, r = torch.cat([c * 0.5, c], -2), torch.cat([r * 0.25, r], -2)
         queries = torch.cat([nope, turned], -1)
-        if not self._scaled(run, queries.transpose(1, 2), q):
+        if not self.scales(run, queries.transpose(1, 2), q):
             return False
         k_nope, values = self.parts[parts.kv_b](c).view(B, -1, H, N + V).split([N, V], -1)
         keys = torch.cat([k_nope.transpose(1, 2), r.expand(B, H, -1, R)], -1)
@@ -278,17 +263,6 @@ class LatentTrial(AttentionTrial):
         y = self.parts[parts.out](out.reshape(B, T, -1))
         right = type(run.result) is tuple and len(run.result) == 2 and run.result[1] == "weights"
         return right and same(run.result[0], y)
-
-    def _scaled(self, run: Run, queries: torch.Tensor, q: torch.Tensor) -> bool:
-        """True if q are the queries, or these times their factor by position."""
-        if same(q, queries) and not self.scaled:
-            return True
-        known = getattr(self.module.config, "rope_parameters", None)
-        if self.positions is None or type(known) is not dict or not POSITIONS <= known.keys():
-            return False
-        self.scaled = True
-        scale = scale_by_position(run.given[self.positions], known).to(q.dtype)
-        return torch.allclose(q, queries * scale.transpose(1, 2), rtol=1e-6, atol=1e-6)
 
 
 def _counted(values) -> dict:
