@@ -142,7 +142,7 @@ OF_TYPE = {
     "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "moonshine_streaming": {"num_key_value_heads": 4},
     "perceiver": {"d_latents": 32, "num_latents": 4, "d_model": 32},
-    "reformer": {"axial_pos_embds": False},
+    "reformer": {"axial_pos_shape": [8, 8], "axial_pos_embds_dim": [16, 16]},
     "t5gemma2_encoder": {"text_config": {"dropout_rate": 0.0}},
     "vibevoice_acoustic_tokenizer": {"num_filters": 2},
     "vibevoice_acoustic_tokenizer_decoder": {"num_filters": 2},
