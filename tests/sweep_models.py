@@ -142,7 +142,6 @@ OF_TYPE = {
     "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "moonshine_streaming": {"num_key_value_heads": 4},
     "perceiver": {"d_latents": 32, "num_latents": 4, "d_model": 32},
-    "reformer": {"axial_pos_shape": [8, 8], "axial_pos_embds_dim": [16, 16]},
     "t5gemma2_encoder": {"text_config": {"dropout_rate": 0.0}},
     "vibevoice_acoustic_tokenizer": {"num_filters": 2},
     "vibevoice_acoustic_tokenizer_decoder": {"num_filters": 2},
@@ -391,7 +390,11 @@ def compare(kind: str, kinds=None) -> Result:
     except Exception as error:
         return Result(kind, "not made", note=_short(error))
     if arguments is not None:
-        grads, tokens = gradients(model, arguments), tokens_of(model, arguments)
+        try:
+            grads = gradients(model, arguments)
+        except AssertionError as error:  # it learns from other inputs alone
+            return Result(kind, "not made", note=_short(error))
+        tokens = tokens_of(model, arguments)
     done, state = [], state_of(model)  # `generate` of some sets attributes
     with dispatch.force("reference"):
         report = package.kernelize(model, only=kinds)

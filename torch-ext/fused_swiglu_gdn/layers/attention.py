@@ -6,7 +6,7 @@ Sizes: B rows, T tokens, HQ and HK heads, D head dim, R rotary dim, S slots of a
 import functools
 import sys
 from types import BuiltinFunctionType
-from typing import Callable, NamedTuple, Optional, Tuple
+from typing import Callable, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -121,8 +121,7 @@ class Attention:
         self.updates = Updates(form)
         # arguments without which the forward does something else
         self.more = tuple(filter(None, [form.store, form.positions]))
-        joins = len(form.projections) == 1 and not form.takes
-        self.joined = form.projections[0] if joins else None
+        self.odd = len(form.projections) < 3 or form.v_norm is not None
         self.interleaved = form.heads.rotary in ("pairs", "channels")
         self.width = 2 * form.D if form.heads.gated else form.D
 
@@ -166,21 +165,15 @@ class Attention:
         casts = torch.is_autocast_enabled(x.device.type)
         if casts and not _casts_alike(x, past, function, words, more):
             return None
-        if self.joined is None:
-            linears = map(parts.__getitem__, form.projections)
-            made = self.projected(x, *linears, unpatched=True)
+        if self.odd:
+            q, k, v = self.made(parts, x)
         else:
-            made = parts[self.joined](x).split(form.sizes, -1)
+            q, k, v = self.projected(x, *map(parts.__getitem__, form.projections), unpatched=True)
         B, T = x.shape[:2]
-        q, gate = made[0].view(B, T, -1, self.width), None
+        q, gate = q.view(B, T, -1, self.width), None
         if form.heads.gated:
             q, gate = q.split(D, -1)  # [B, T, HQ, D] each
-        if form.takes:  # a head of the queries stands in for keys
-            k = v = q[:, :, :1]
-        else:
-            k = made[1].view(B, T, -1, D)
-            v = made[-1].view(B, T, k.shape[2], -1)
-            v = v if form.v_norm is None else parts[form.v_norm](v)
+        k, v = k.view(B, T, -1, D), v.view(B, T, k.shape[-1] // D, -1)
         norms["interleaved"] = self.interleaved
         of = self.index.attribute  # mostly: it is found without a function of ours
         index = None if past is None else of(attention) if of else self.index.of(attention, given)
@@ -201,9 +194,8 @@ class Attention:
             q, k, v = self.shared_and_scaled(attention, given, q, k, v)
         if T == 1 and past is not None and _decodes(function, q, k, v, mask, slots, words, more):
             scale = words.get("scaling", more.get("scaling"))
-            length = None if slots is None else slots.cumulative_length
+            length, weights = None if slots is None else slots.cumulative_length, None
             out = attention_with_kvcache(q, k, v, length, attention_mask=mask, softmax_scale=scale)
-            weights = None
         else:
             out, weights = function(attention, q.transpose(1, 2), k, v, mask, **words, **more)
         if gate is not None:
@@ -213,6 +205,18 @@ class Attention:
             out = self.gated(out, gate) if out.shape == gate.shape else out * torch.sigmoid(gate)
         out = out.reshape(B, T, -1).contiguous()
         return self.projected(out, parts[form.out], unpatched=True)[0], weights
+
+    def made(self, parts: dict, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Queries, keys and values as projected, where each has no projection of its own, or values
+        are normed. Where they are another layer's a head of the queries stands in for them."""
+        form = self.form
+        made = self.projected(x, *map(parts.__getitem__, form.projections), unpatched=True)
+        if form.takes:
+            return made[0], made[0][..., : form.D], made[0][..., : form.D]
+        q, k, v = made[0].split(form.sizes, -1) if len(made) == 1 else (*made[:2], made[-1])
+        if form.v_norm is not None:
+            v = parts[form.v_norm](v.view(*x.shape[:2], k.shape[-1] // form.D, -1)).flatten(2)
+        return q, k, v
 
     def shared_and_scaled(self, attention: nn.Module, given: dict, q, k, v) -> tuple:
         """Keys and values of another layer, or this one's, which are stored; scaled queries."""
