@@ -39,11 +39,12 @@ def found_by(check: Callable, kind: str, folder: Path) -> list:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
 
 
-def in_shards(model, mesh):
-    """A model under transformers' tensor parallelism, by the plan of its class."""
+def in_shards(model, mesh, plan=None):
+    """A model under transformers' tensor parallelism, by a plan or that of its class."""
+    from transformers import PreTrainedModel
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    plan = model.tp_plan
-    if hasattr(model, "_expand_parallel_plan"):  # 5.24 takes the names of modules, without a star
-        plan = model._expand_parallel_plan(plan)
+    plan = model.tp_plan if plan is None else plan
+    if hasattr(PreTrainedModel, "_expand_parallel_plan"):  # 5.24 takes names without a star
+        plan = PreTrainedModel._expand_parallel_plan(model, plan)
     return apply_tensor_parallelism(model, mesh, plan)

@@ -101,7 +101,7 @@ def test_two_processes_give_what_one_gives(results, wrap):
 
 def test_shards_that_begin_inside_a_block(kernel, tmp_path):
     """Their scales would be of other rows, as they are for transformers."""
-    parallel = pytest.importorskip("transformers.distributed.tensor_parallel")
+    pytest.importorskip("transformers.distributed.tensor_parallel")
     advice = submodule("models.report").advice_for
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/one", rank=0, world_size=1)
     try:
@@ -112,7 +112,7 @@ def test_shards_that_begin_inside_a_block(kernel, tmp_path):
         ):  # fmt: skip
             model = torch.nn.ModuleDict({"a": fp8_problems.linear(N, K)})
             model["a"]._hf_quantized_needs_local_tp = True
-            parallel.apply_tensor_parallelism(model, mesh, {"a": plan})
+            in_shards(model, mesh, {"a": plan})
             left = [row.reason for row in kernel.kernelize(model).left]
             assert len(left) == (cut is not None), (N, K, plan, left)
             assert cut is None or cut in left[0] and "parallel" in advice(left[0])
