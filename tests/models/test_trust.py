@@ -108,6 +108,41 @@ def test_a_class_of_somebody_is_named_or_left_alone(kernel):
         assert not kernel.kernelize(MyMLP()).served, "it is named for one call"
 
 
+class MyRMSNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(D)), 1e-6
+
+    def formula(self, x):
+        scale = x.float().pow(2).mean(-1, keepdim=True).add(self.eps).rsqrt()
+        return self.weight * (x.float() * scale).to(x.dtype)
+
+
+BY_SIZES = {  # what no trial with other widths than the module's own sees
+    "a product of sizes": lambda x, hidden: x.shape[0] * hidden < 60_000,
+    "one shape": lambda x, hidden: x.shape != torch.Size([1024, D]),
+    "one shape of three sizes": lambda x, hidden: x.shape != torch.Size([1, 1024, D]),
+    "how many numbers": lambda x, hidden: x.numel() != 4100 * D,
+}
+
+
+@pytest.mark.parametrize("by", [None, *BY_SIZES])
+@pytest.mark.parametrize("kind", [MyMLP, MyRMSNorm])
+def test_sizes_beside_the_modules_own_widths(kernel, kind, by):
+    """A forward that goes by them is left alone; without the condition it is served."""
+    formula = kind.formula if kind is MyRMSNorm else kind.forward
+    usual = BY_SIZES.get(by, lambda *sizes: True)
+
+    def forward(self, x):
+        wide = x if kind is MyRMSNorm else self.gate_proj(x)
+        return formula(self, x) if usual(x, wide.shape[-1]) else x
+
+    other = type("Other" + kind.__name__, (kind,), {"forward": forward})
+    with submodule("runtime.dispatch").force("reference"):
+        rows = kernel.kernelize(nn.Sequential(other()), trust=[other])
+    assert bool(rows.served) == (by is None), rows
+
+
 @pytest.mark.parametrize("trust", [MyMLP, "MyMLP", [1], ["MyMLP"], [int]])
 def test_what_is_no_class_of_modules(kernel, trust):
     with pytest.raises(TypeError, match="trust must be a list of classes of modules"):

@@ -34,6 +34,7 @@ from .stand_ins import (
     twin_of,
 )
 from .trial import (
+    MOST_NUMBERS,
     form_key,
     modes_of,
     only_argument,
@@ -93,6 +94,8 @@ def _form(module: nn.Module) -> Form:
     ]
     key = (*form_key(module, kind, facts, values), *biased)
     key += (tuple([(n, _sort(part)) for n, part in module._modules.items()]), why_patched())
+    if facts.named:  # it is tried with its own widths
+        key += tuple([features(part) for part in module._modules.values()])
     found = remembered(_found, key, _find, module, kind, facts)
     for name in facts.rates:
         if not isinstance(module.__dict__.get(name), (int, float)):
@@ -196,6 +199,11 @@ def _why_another_formula(module, kind, facts: Facts, roles: Roles) -> Optional[s
         for size in ((n,), (1, n)):
             runs.append((dtypes[i % len(dtypes)], (size, 6, 4, (None, "+", "-")[i % 3])))
     runs += [(torch.float64, ((n, 2), 4, 4, None)) for n in (9, 300)]
+    if facts.named:
+        K, N = features(module._modules[roles.gate])
+        N = N if roles.up is not None else N // 2
+        for n in sizes_of(module, facts, max(K, N)) if K * N <= MOST_NUMBERS else ():
+            runs += [(torch.float64, (size, K, N, None)) for size in ((n,), (1, n))]
     with quiet():
         for i, (dtype, case) in enumerate(runs):
             with torch.set_grad_enabled(i % 2 == 1):

@@ -75,7 +75,7 @@ def norm_form(module: nn.Module) -> NormForm:
     values = plain_values(module, facts.reads)
     eps, kept = _eps_among(module, values), dict(values)
     kept.pop(eps, None)
-    key = (weight, *form_key(module, kind, facts, kept))
+    key = (weight, facts.named and shapes.get(weight), *form_key(module, kind, facts, kept))
     form = remembered(_forms, key, _find, module, kind, facts, weight, values, eps)
     FORMS[kind] = form  # attention modules and layers read the weights of their norms
     return form
@@ -114,7 +114,7 @@ def _computes(module, kind, facts, weight: Optional[str], eps_name: str, variant
     """True if the forward gives this variant's bits in bf16 and fp16, and its numbers in fp32."""
 
     def agrees(x, weight_dtype, eps: float, training: bool) -> bool:
-        w = None if weight is None else random(D, seed=3).mul(0.3).to(weight_dtype)
+        w = None if weight is None else random(x.shape[-1], seed=3).mul(0.3).to(weight_dtype)
         twin = twin_of(module, kind, parameters={} if w is None else {weight: w.clone()})
         twin.__dict__.update({eps_name: eps, "training": training})
         got = result_of(facts.forward, twin, x)
@@ -132,6 +132,10 @@ def _computes(module, kind, facts, weight: Optional[str], eps_name: str, variant
             if not all([agrees(x, weight_dtype, eps, mode) for mode in modes]):
                 return False
         sizes = [(n, D) for n in sizes_of(module, facts)] + [(9, 2, D), (1, 2, 1, 3, D)]
+        if facts.named and weight is not None:  # with its own width, too
+            (own,) = told(module._parameters[weight], "shape")
+            for n in sizes_of(module, facts, own):
+                sizes += [(n, own), (1, n, own)]
         for i, size in enumerate(sizes):
             dtype = (BF16, FP16, FP32)[i % 3]
             x = mixed(*size, seed=5, dtype=dtype)
