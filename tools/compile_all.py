@@ -29,8 +29,6 @@ os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # machine code alone, whatever lin
 import launched  # noqa: E402
 import torch  # noqa: E402
 import triton  # noqa: E402
-import wgmma_descriptors  # noqa: E402
-from triton.runtime.cache import get_cache_manager  # noqa: E402
 from wgmma_descriptors import lost_descriptors  # noqa: E402
 
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -61,18 +59,6 @@ def _digest(assembly: str) -> str:
     """Of instructions alone: no comments, which hold addresses and encodings, and no space."""
     text = re.sub(r"/\*.*?\*/|//.*|\s+", " ", assembly)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _read_cubin(compiled, report: Report, said: str, digest: bool) -> None:
-    """Takes the kernel apart once: what was found lies in Triton's cache, by its code and ours."""
-    cubin, ptx = compiled.asm["cubin"], compiled.asm["ptx"]
-    ours = (Path(path).read_text() for path in (__file__, wgmma_descriptors.__file__))
-    key = hashlib.sha256("".join([triton.__version__, *ours, ptx, str(digest)]).encode() + cubin)
-    cache = get_cache_manager(key.hexdigest())
-    known = cache.get_file("report.json")
-    if known is None:
-        known = cache.put(json.dumps(_take_apart(cubin, ptx, said, digest)), "report.json")
-    vars(report).update(json.loads(Path(known).read_text()))
 
 
 def _take_apart(cubin: bytes, ptx: str, said: str, digest: bool) -> dict:
@@ -143,7 +129,8 @@ def compile_one(call: str, chip: str, record, digest: bool = False) -> Report:
     if (getattr(compiled.metadata, "tmem_size", 0) or 0) > 512:  # ptxas is given a trap instead
         report.error = f"{compiled.metadata.tmem_size} of 512 columns of tensor memory"
     elif "cubin" in compiled.asm:
-        _read_cubin(compiled, report, said.getvalue(), digest)
+        asm = compiled.asm
+        vars(report).update(_take_apart(asm["cubin"], asm["ptx"], said.getvalue(), digest))
     else:
         _read_amdgcn(compiled.asm["amdgcn"], report)
     return report

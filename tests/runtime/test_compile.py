@@ -2,16 +2,19 @@
 (wrong code of ptxas, tools/wgmma_descriptors.py), nothing is spilled except what SPILLS allows, no
 product of wgmma is serialized (ptxas's C7510 to C7519, which cost a third of the speed)."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import fresh
 import pytest
 from conftest import submodule
-from interpreter import INTERPRETING, compiled
+from interpreter import compiled
 
 triton = pytest.importorskip("triton")
-compile_all, widest = (pytest.importorskip(name) for name in ("compile_all", "widest"))
+compile_all, known_code, launched, widest = (
+    pytest.importorskip(name) for name in ("compile_all", "known_code", "launched", "widest")
+)
 tuning = submodule("runtime.tuning")
 
 # Bytes a thread that may spill, by how a call's name begins and the kernel. The keys' gradient
@@ -58,46 +61,45 @@ ON_OTHERS = (
 )
 
 
-def found(chip: str, *calls: str) -> list:
-    """(call, record), named."""
-    pairs = [] if INTERPRETING else compile_all.kernels(chip, *calls)
-    return [pytest.param(chip, *pair, id=f"{chip} {pair[0]}: {pair[1].name}") for pair in pairs]
-
-
 MEASURED = "3.6."  # the Triton whose assembler SPILLS is of; others allocate registers differently
 
 
 def check(report, most_shared: int) -> None:
-    assert not report.error and not report.lost
+    assert not report.error and not report.lost, report
     allowed = [
         most
         for (call, kernel), most in SPILLS.items()
         if report.kernel == kernel and report.call.startswith(call)
     ]
     spills = triton.__version__.startswith(MEASURED)
-    assert not spills or report.spills <= max(allowed, default=0)
-    assert not report.serialized
-    assert report.shared <= most_shared * 1024
+    assert not spills or report.spills <= max(allowed, default=0), report
+    assert not report.serialized, report
+    assert report.shared <= most_shared * 1024, report
+
+
+KINDS = {name.partition(",")[0]: None for name in launched.CALLS}  # "gdn prefill"
 
 
 @compiled
-@pytest.mark.parametrize("chip, call, record", found("sm_90"))
-def test_hopper_code(chip, call, record):
-    check(compile_all.compile_one(call, chip, record), 227)
+@pytest.mark.parametrize("kind", KINDS)
+def test_hopper_code(kind):
+    pairs = compile_all.kernels("sm_90", kind)
+    assert pairs
+    for report in known_code.reports_of(pairs, "sm_90"):
+        check(report, 227)
 
 
 @compiled
-@pytest.mark.parametrize(
-    "chip, call, record",
-    [
-        case
-        for chip in OTHERS
-        for case in found(chip, *ON_OTHERS)
-        if case.values[1] in ON_OTHERS and case.values[2].name in SHARED_KERNELS
-    ],
-)
-def test_others_do_not_spill(chip, call, record):
-    check(compile_all.compile_one(call, chip, record), OTHERS[chip])
+@pytest.mark.parametrize("chip", OTHERS)
+def test_others_do_not_spill(chip):
+    pairs = [
+        (call, record)
+        for call, record in compile_all.kernels(chip, *ON_OTHERS)
+        if call in ON_OTHERS and record.name in SHARED_KERNELS
+    ]
+    assert {record.name for _, record in pairs} == {*SHARED_KERNELS}
+    for report in known_code.reports_of(pairs, chip):
+        check(report, OTHERS[chip])
 
 
 # of all calls of tools/widest.py those that take the most shared memory, in which one takes more
@@ -117,8 +119,9 @@ TIGHT = [
     + [(chip, *case) for chip in ("sm_80", "sm_89", "sm_90") for case in TIGHT[2:]],
 )
 def test_widest_calls_fit(chip, call, kernel):
-    (record,) = [found for name, found in widest.launches(chip, call, kernel) if name == call]
-    assert 32 * 1024 < widest.taken(call, chip, record) <= widest.SHARED[chip]
+    pairs = [pair for pair in widest.launches(chip, call, kernel) if pair[0] == call]
+    (report,) = known_code.reports_of(pairs, chip)
+    assert not report.error and 32 * 1024 < report.shared <= widest.SHARED[chip]
 
 
 def test_chips_before_hopper_have_the_same_settings():
@@ -145,12 +148,44 @@ def test_equal_calls_are_compiled_once_and_chips_differ():
 
 
 @compiled
-def test_a_kernel_is_taken_apart_once(monkeypatch):
-    call, record = compile_all.kernels("sm_90", "gdn prefill, batch of 4")[-1]
-    first = compile_all.compile_one(call, "sm_90", record)
-    assert first.hgmma and first.registers
-    monkeypatch.setattr(compile_all, "_run", None)
-    assert compile_all.compile_one(call, "sm_90", record) == first
+@pytest.mark.parametrize(
+    "call, kernel",
+    [
+        ("gdn prefill, batch of 4", "gdn_scan_fwd_kernel"),
+        ("rms_norm forward", "_rms_norm_fwd_kernel"),
+    ],
+)
+def test_known_code_is_what_compiles(call, kernel):
+    pairs = [pair for pair in compile_all.kernels("sm_90", call) if pair[1].name == kernel]
+    found = compile_all.compile_one(call, "sm_90", pairs[0][1])
+    check(found, 227)
+    assert found.registers and (found.hgmma > 0) == ("gdn" in call)
+    (known,) = known_code.reports_of(pairs[:1], "sm_90")
+    assert (known.spills, known.shared) == (found.spills, found.shared)
+
+
+@compiled
+def test_what_is_changed_is_not_known(monkeypatch):
+    """Each of what decides a kernel's code; but not the lines at which it stands."""
+    record = compile_all.kernels("sm_90", "rms_norm forward")[0][1]
+    (first,) = known_code.digests_of([record])
+    others = [
+        record._replace(options={**record.options, "num_warps": 16}),
+        record._replace(target=dataclasses.replace(record.target, arch=100)),
+        record._replace(signature={**record.signature, next(iter(record.signature)): "i64"}),
+        record._replace(constexprs={**record.constexprs, (0,): 7}),
+        record._replace(attributes={}),
+    ]
+    assert len({first, *known_code.digests_of(others)}) == 6
+    monkeypatch.setattr(record.kernel, "starting_line_number", 1)
+    monkeypatch.setattr(record.kernel, "hash", None)
+    assert known_code.digests_of([record]) == [first]
+    called = submodule("norm.portable.rms_norm")._added
+    with monkeypatch.context() as patch:
+        patch.setattr(called, "_src", called.src + "    0\n")
+        assert known_code.digests_of([record]) != [first]
+    monkeypatch.setattr(compile_all.triton, "__version__", "3.6.99")
+    assert known_code.digests_of([record]) != [first]
 
 
 TWICE = """
