@@ -15,6 +15,7 @@ from decoding import generate, on_every_device, tiny
 from tiny_models import tokens
 
 transformers = pytest.importorskip("transformers")
+from transformers.generation import candidate_generator  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 device, graph = decoding.device, decoding.graph  # fixtures
@@ -347,8 +348,24 @@ def test_drawn_tokens_in_rounds(kernel, rounds, device):
     assert_the_same(run(model, ids, **options, top_k=1), greedy, LIMIT[device])
 
 
+class InSomeRounds(candidate_generator.CandidateGenerator):
+    """Two drafts in every fourth round, of which one is right."""
+
+    def __init__(self, truth):
+        self.truth, self.calls = truth, 0
+
+    def get_candidates(self, input_ids, *args, **given):
+        n, self.calls = input_ids.shape[1], self.calls + 1
+        found = self.truth[:, n : n + 2 * (self.calls % 4 == 0)].clone()
+        found[:, 1:] = (found[:, 1:] + 1) % 90
+        return torch.cat([input_ids, found], 1), None
+
+    def update_candidate_strategy(self, *given):
+        pass
+
+
 @on_every_device
-def test_a_cache_that_is_passed_in(kernel, rounds, device):
+def test_a_cache_that_is_passed_in(kernel, rounds, monkeypatch, device):
     """From 5.24 transformers takes it, and asks for our step: rounds without a draft are replays,
     also behind rounds whose drafts were cropped."""
     model = tiny("llama", device)
@@ -361,11 +378,15 @@ def test_a_cache_that_is_passed_in(kernel, rounds, device):
                    **options)  # fmt: skip
 
     before = call()
-    rounds.replays = 0
     if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 24):
         with pytest.raises(ValueError, match="(?i)static"):
             call(prompt_lookup_num_tokens=2)
         return
+    monkeypatch.setattr(
+        transformers.generation.GenerationMixin, "_get_candidate_generator",
+        lambda self, **given: InSomeRounds(before.sequences),
+    )  # fmt: skip
+    rounds.replays = 0
     after = call(prompt_lookup_num_tokens=2)
     assert_the_same(after, before, LIMIT[device])
     assert rounds.replays > 0
