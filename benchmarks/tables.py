@@ -246,6 +246,23 @@ def of_generate(record: dict) -> str:
     return table(["", "memory reserved, MiB", another, "again, s"], rows)
 
 
+def of_drafts(record: dict) -> str:
+    """Tokens by the rate at which drafts are right, and the graphs of a round."""
+    rows, found = [], {row["what"].rpartition(", ")[0]: row for row in record["rows"][1::2]}
+    for row in record["rows"][::2]:
+        model, us = row["what"].rpartition(", ")[0], list(row["us"].values())
+        graphs = list(found[model]["us"].values())
+        faster = " / ".join(f"{us[0] / t:.2f}" for t in us[1:])
+        held = [f"{us[0]:.0f}", " / ".join(f"{t:.0f}" for t in us[1:]), faster]
+        rows.append([model, *held, *(f"{t:.0f}" for t in graphs), f"{graphs[1] / graphs[0]:.2f}"])
+    right = "drafts of which 0 / .7 / 1 are right"
+    return table(
+        ["", "a token without drafts, us", f"{right}, us", f"speed-up: {right}",
+         "graph of 1 token, us", "of 4, us", "of 4 over 1"],
+        rows,
+    )  # fmt: skip
+
+
 def of_parallel(record: dict) -> str:
     """Ours in its ways beside one GPU or NCCL or transformers, and beside FLA where it is."""
     ways = {"ours": "ours, us", "ours, zigzag": "zigzag, us", "ours, a call by itself": "alone, us"}
