@@ -229,6 +229,18 @@ def of_extra_memory(record: dict) -> str:
     return by_way(record, "extra_mib", head, "{:.0f}", lambda name: title_of(name, record))
 
 
+def of_published(record: dict) -> str:
+    """What a side holds at its peak, weights included, and the time of its first call."""
+    shown = [
+        by_way(record, key, head, form, lambda name: title_of(name, record))
+        for key, head, form in (
+            ("peak_GiB", "peak memory, GiB", "{:.1f}"),
+            ("first_s", "first call in the process, s", "{:.2f}"),
+        )
+    ]
+    return "\n\n".join(shown)
+
+
 def of_first_calls(record: dict) -> str:
     return by_way(record, "seconds", "", "{:.4f}", "{}, seconds".format)
 

@@ -5,10 +5,9 @@
 
 Builds the kernel, loads it as a user does, and runs a small Llama and a small Qwen3.5 with random
 weights before and after kernelize(model), or the models that are named: on the GPU if there is one,
-else on the CPU. There, where
-no kernel runs, use_reference() has plain torch serve the modules that kernels would serve on a GPU.
-Before and after have the same weights and are timed in turns, so that a busy machine is unfair to
-neither.
+else on the CPU. On a CPU no kernel runs: use_reference() has plain torch serve the modules that
+kernels would serve on a GPU. Before and after have the same weights and are timed in turns, so that
+a busy machine is unfair to neither.
 """
 
 import argparse
@@ -102,7 +101,7 @@ def kimi_linear(device: str) -> tuple:
         "linear_head_dim": width,
         "layer_types": in_turn(device, "linear_attention"),
         "num_key_value_heads": sizes["num_attention_heads"],
-        "kv_lora_rank": 4 * width,
+        "kv_lora_rank": sizes["hidden_size"] // 4,
         "qk_nope_head_dim": width,
         "qk_rope_head_dim": width // 2,
         "v_head_dim": width,

@@ -131,6 +131,7 @@ OF_TYPE = {
     "mimi": {"upsample_groups": 32},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
     "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24},
+    "efficientnet": {"width_coefficient": 0.5, "depth_coefficient": 0.5, "hidden_dim": 1280},
     "emu3_vqgan": {"base_channels": 32},
     "ernie4_5_vl_moe_text": {"head_dim": 128},
     "gemma4_assistant": {
