@@ -79,7 +79,11 @@ def experts_forward(
 ) -> torch.Tensor:  # [T, H]
     """The function that transformers calls for a module of experts: x [T, H], ids [T, K], weights
     [T, K]."""
-    reason = why_not_experts(self) or why_not_here(self)
+    if torch.compiler.is_compiling() and "parametrizations" in self.__dict__["_modules"]:
+        # a guard on what is kept of a parametrized weight (PEFT's target_parameters) fails at once
+        reason = "its weights are parametrized, and the call is traced"
+    else:
+        reason = why_not_experts(self) or why_not_here(self)
     if reason is None and (named or len(given) != 3 or not isinstance(given[0], torch.Tensor)):
         reason = "it is not called with three tensors by position"
     if reason is not None:
