@@ -3,7 +3,8 @@
 score = logit, times or over the penalty where seen, -inf for ends while length < least,
         over the temperature
 kept: scores not below the k-th largest; of these the fewest whose probabilities are more than
-      top_p together; of these those of min_p of the largest probability and above
+      top_p together, of equal ones those of the higher places; of these those of min_p of the
+      largest probability and above
 token = argmax over kept of exp(score - max) / q
 """
 
@@ -51,7 +52,7 @@ def choose_fwd(
     right = best.isfinite()
     if top_k == 0:
         return x.argmax(1), right
-    x, place = x.sort(dim=1, descending=True, stable=True)
+    x, place = (each.flip(1) for each in x.sort(dim=1, stable=True))
     k = min(top_k, x.shape[1])
     kept = (x >= x[:, k - 1 : k]) & (x > float("-inf"))
     p = torch.where(kept, (x - x[:, :1]).exp(), 0.0)
@@ -63,4 +64,4 @@ def choose_fwd(
     if min_p > 0.0:
         kept = kept & ((p >= min_p * p[:, :1]) | first)
     race = torch.where(kept, p / q.gather(1, place), -1.0)
-    return place.gather(1, race.argmax(1, keepdim=True))[:, 0], right
+    return torch.empty_like(race).scatter_(1, place, race).argmax(1), right

@@ -1,8 +1,10 @@
 """The choice of a token: the largest scores of each part of a row, of these the largest, and the
 draw among them.
 
-A score and its place are one key of 64 bits: larger for a larger score, and among equal ones for
-the lower place. Sizes: B sequences, V words, parts of PART words, of which TOP keys are kept.
+A score and its place are one key of 64 bits: larger for a larger score. Among equal ones it is
+larger for the lower place, as in argmax, and in a list for the higher place, as in an ascending
+sort, of which top-p drops the first. Sizes: B sequences, V words, parts of PART words, of which TOP
+keys are kept.
 """
 
 from typing import Callable, Optional
@@ -41,13 +43,13 @@ def _score(
 
 
 @triton.jit
-def _key(x, place):
-    """Keys of scores, NaN above all."""
+def _key(x, place, HIGHER: tl.constexpr):
+    """Keys of scores, NaN above all. HIGHER: the higher place counts for more."""
     x = tl.where(x == 0.0, 0.0, x)  # -0 is no less than 0
     bits = x.to(tl.int32, bitcast=True)
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     bits = tl.where(x != x, 0x7FFFFFFF, bits)
-    return bits.to(tl.int64) * 4294967296 + (0x7FFFFFFF - place)
+    return bits.to(tl.int64) * 4294967296 + (place if HIGHER else 0x7FFFFFFF - place)
 
 
 @triton.jit
@@ -57,8 +59,9 @@ def _score_in(key):
 
 
 @triton.jit
-def _place_in(key):
-    return 0x7FFFFFFF - (key & 0xFFFFFFFF).to(tl.int32)
+def _place_in(key, HIGHER: tl.constexpr):
+    place = (key & 0xFFFFFFFF).to(tl.int32)
+    return place if HIGHER else 0x7FFFFFFF - place
 
 
 @triton.jit(do_not_specialize=["V", "least"])
@@ -84,7 +87,7 @@ def _candidates_kernel(
         logits_ptr, seen_ptr, ends_ptr, length_ptr, row, place, V, stride, temperature, penalty,
         least, ENDS,
     )  # fmt: skip
-    key = tl.where(place < V, _key(x, place), -0x7FFFFFFFFFFFFFFF)
+    key = tl.where(place < V, _key(x, place, TOP > 1), -0x7FFFFFFFFFFFFFFF)
     to = found_ptr + (row * tl.num_programs(0) + part) * TOP
     if TOP == 1:
         tl.store(to, tl.max(key, 0))
@@ -124,7 +127,7 @@ def _best_kernel(
         here = tl.load(found_ptr + row * N + first + at, first + at < N, other=-0x7FFFFFFFFFFFFFFF)
         best = tl.maximum(best, here)
     key = tl.max(best, 0)
-    tl.store(token_ptr + row, _place_in(key).to(tl.int64))
+    tl.store(token_ptr + row, _place_in(key, False).to(tl.int64))
     tl.store(right_ptr + row, tl.abs(_score_in(key)) < float("inf"))
 
 
@@ -158,7 +161,7 @@ def _draw_kernel(
     key = tl.load(found_ptr + row * N + at, at < N, other=-0x7FFFFFFFFFFFFFFF)
     key = tl.topk(key, TOP)
     listed = key > -0x7FFFFFFFFFFFFFFF
-    x, place = tl.where(listed, _score_in(key), float("-inf")), _place_in(key)
+    x, place = tl.where(listed, _score_in(key), float("-inf")), _place_in(key, True)
     best = tl.max(tl.where(slot == 0, x, float("-inf")), 0)
     kth = tl.max(tl.where(slot == K - 1, x, float("-inf")), 0)
     last = tl.max(tl.where(slot == TOP - 1, x, float("-inf")), 0)
@@ -175,7 +178,7 @@ def _draw_kernel(
     p = tl.where(kept, tl.exp(x - best), 0.0)
     each = tl.where(more, tl.exp(kth - best), 0.0)  # of the equal scores
     total = tl.sum(p, 0) + ties * each
-    rest = ties  # of them, those with the lowest places
+    rest = ties  # of them, those with the highest places
     if TOP_P:  # what is at most 1 - top_p together with all that is smaller goes
         if more:
             rest = ties - tl.minimum(tl.floor(drop * total / each), ties * 1.0).to(tl.int32)
@@ -198,7 +201,7 @@ def _draw_kernel(
                 temperature, penalty, least, ENDS,
             )  # fmt: skip
             equal = (score == kth).to(tl.int32)
-            among = (equal != 0) & (met + tl.cumsum(equal, 0) <= rest)
+            among = (equal != 0) & (met + tl.cumsum(equal, 0) > ties - rest)
             met += tl.sum(equal, 0)
             q = tl.load(q_ptr + row * V + first + at, among, other=1.0)
             races = tl.where(among, each / q, -1.0)
