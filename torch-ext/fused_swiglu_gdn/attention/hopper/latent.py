@@ -124,6 +124,15 @@ def _ring_kernel(
     for i in range(gl.cdiv(stop - start, 64)):
         buffer = i & 1
         here = start + i * 64
+        slot = here + n
+        if mask_ptr is not None:  # before the copy, under which it comes
+            at = b * mask_steps[0] + slot.to(gl.int64) * mask_steps[2]
+            if ROWS == H:
+                m = gl.load(mask_ptr + at, mask=slot < stop, other=0)[:, None]
+            else:
+                at = at[:, None] + (token * mask_steps[1])[None, :]
+                there = (slot < stop)[:, None] & (row < ROWS)[None, :]
+                m = gl.load(mask_ptr + at, mask=there, other=0)
         _copy(c_rows, r_rows, cs.index(1 - buffer), rs.index(1 - buffer), here + 64, stop, C, R, W)
         async_copy.wait_group(1)
         fence_async_shared()
@@ -131,15 +140,10 @@ def _ring_kernel(
         s = warpgroup_mma(rs.index(buffer), qr.permute((1, 0)), s, is_async=True)
         s = warpgroup_mma_wait(0, (s,))
         s = s * scale2
-        slot = here + n
         if mask_ptr is None:
             seen = slot[:, None] < gl.minimum(stop, length - LAST + token)[None, :]
         else:
             seen = (slot < stop)[:, None] & (row < ROWS)[None, :]
-            at = (b * mask_steps[0] + token * mask_steps[1])[None, :] + (
-                slot.to(gl.int64) * mask_steps[2]
-            )[:, None]
-            m = gl.load(mask_ptr + at, mask=seen, other=0)
             if mask_ptr.dtype.element_ty == gl.int1:
                 seen = seen & (m != 0)
             else:
