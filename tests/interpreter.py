@@ -220,6 +220,53 @@ def _hasten_operands(core, semantic) -> None:
 
     semantic.broadcast_impl_value = broadcast_unless_alike
     semantic.binary_op_type_checking_impl = check_unless_alike
+    for name, operation in OPERATIONS.items():
+        setattr(core.tensor, f"__{name}__", _at_once(core, semantic, f"__{name}__", operation))
+
+
+OPERATIONS = {
+    "add": numpy.add, "radd": numpy.add, "sub": numpy.subtract, "mul": numpy.multiply,
+    "rmul": numpy.multiply, "lt": numpy.less, "le": numpy.less_equal, "gt": numpy.greater,
+    "ge": numpy.greater_equal, "eq": numpy.equal, "ne": numpy.not_equal, "and": numpy.bitwise_and,
+    "mod": numpy.fmod, "floordiv": lambda x, y: (x - numpy.fmod(x, y)) // y,
+}  # fmt: skip
+
+
+def _at_once(core, semantic, name: str, operation):
+    """An operator of tensors: numpy's, for two of one type and as many axes, or a number beside
+    one; Triton's own way, of forty calls, for all others."""
+    from triton.runtime import interpreter
+
+    way, usual = semantic(interpreter.interpreter_builder), getattr(core.tensor, name)
+    limits = {"fp32": None, "int32": 2**31, "int64": 2**63}  # of numbers that are no other type
+    if name in ("__mod__", "__floordiv__"):
+        del limits["fp32"]
+    limits = {"int1": 0} if name == "__and__" else limits
+    compares = operation in (numpy.less, numpy.less_equal, numpy.greater, numpy.greater_equal,
+                             numpy.equal, numpy.not_equal)  # fmt: skip
+
+    def at_once(self, other):
+        if type(other) is core.constexpr:
+            other = other.value
+        dtype, kind, x = self.dtype, type(other), self.handle.data
+        if dtype.name in limits:
+            limit, y = limits[dtype.name], None
+            if kind is core.tensor:
+                blocks = self.type.is_block(), other.type.is_block()
+                if other.dtype.name == dtype.name and (
+                    blocks != (True, True) or len(self.shape) == len(other.shape)
+                ):
+                    y = other.handle.data
+            elif kind is int and limit and -limit <= other < limit or kind is float and not limit:
+                blocks, y = (self.type.is_block(), False), other
+            if y is not None:
+                data = operation(x, y)
+                dtype = core.int1 if compares else dtype
+                of_all = core.block_type(dtype, [*data.shape]) if any(blocks) else dtype
+                return core.tensor(interpreter.TensorHandle(data, dtype), of_all)
+        return usual(self, other, _semantic=way)
+
+    return at_once
 
 
 def _mend() -> None:
