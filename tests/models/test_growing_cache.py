@@ -45,6 +45,34 @@ def test_a_token(kernel, name, mask):
     assert error < 1.5 * theirs
 
 
+@pytest.mark.parametrize("batch, few", [(1, 4), (1, 8), (1, 9), (2, 4)])
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_text"])
+@on_every_device
+@torch.no_grad()
+def test_a_few_tokens_over_the_slots_of_a_static_cache(kernel, name, batch, few, device):
+    """Of one sequence, up to a round of drafts: each attends to the slots up to its own."""
+    model, served = pair(kernel, name, device)
+    ids, mask = tokens(batch, 7 + few, device=device), torch.ones(batch, 7 + few, device=device)
+    mask[:, :2] = 0
+
+    def logits(model):
+        cache = transformers.StaticCache(config=model.config, max_cache_len=40)
+        model(ids[:, :7], past_key_values=cache, attention_mask=mask[:, :7])
+        for layer in cache.layers:
+            if hasattr(layer, "keys"):  # slots that are not filled count for nothing
+                layer.keys[:, :, 7:] = layer.values[:, :, 7:] = 100
+        return model(ids[:, 7:], past_key_values=cache, attention_mask=mask).logits.double()
+
+    exact = logits(model)
+    model, served = model.bfloat16(), served.bfloat16()
+    own = logits(model)
+    with serving(device) as record:
+        found = logits(served)
+    assert ("kvcache_attention" in record) == (batch == 1 and few <= 8)
+    error, theirs = ((x - exact).norm() / exact.norm() for x in (found, own))
+    assert error < 1.5 * theirs
+
+
 def one_after_another(model, ids, mask, new):
     """Logits [B, new, V] of the last tokens, each over what those before it have left."""
     cache, found = transformers.DynamicCache(config=model.config), []

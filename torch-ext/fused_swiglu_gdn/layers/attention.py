@@ -32,6 +32,7 @@ GATES, NORMS = (False, True), ("none", "head", "all")
 ROTARY = ("halves", "pairs", "channels", "angles")
 SIXTEEN = (torch.bfloat16, torch.float16)
 KERNEL = (ops.FAMILY, "kvcache_attention")
+FEW = 8  # tokens of a round of drafts, of which each has a mask of its own
 # with any of these SDPA does something else than attention by its mask
 NOT_PLAIN = ("cache", "output_attentions", "position_bias", "softcap")
 
@@ -192,10 +193,11 @@ class Attention:
                 k, v = self.updates.of(past, k, v, index, attention, given, rest, own_tables)
         if self.more:
             q, k, v = self.shared_and_scaled(attention, given, q, k, v)
-        if T == 1 and past is not None and _decodes(function, q, k, v, mask, slots, words, more):
+        few = T == 1 or B == 1 and T <= FEW and slots is not None
+        if few and past is not None and _decodes(function, q, k, v, mask, slots, words, more):
             scale = words.get("scaling", more.get("scaling"))
             length, weights = None if slots is None else slots.cumulative_length, None
-            out = attention_with_kvcache(q, k, v, length, attention_mask=mask, softmax_scale=scale)
+            out = _attended(q, k, v, length, mask, scale)
         else:
             out, weights = function(attention, q.transpose(1, 2), k, v, mask, **words, **more)
         if gate is not None:
@@ -264,14 +266,14 @@ def _tables(form: AttentionForm, tables, x: torch.Tensor, D: int) -> Optional[tu
 
 
 def _decodes(function, q, k, v, mask, slots, words: dict, rest: dict) -> bool:
-    """True if `function` is SDPA of one token by at most a mask, and a kernel is faster.
+    """True if `function` is SDPA of a few tokens by at most a mask, and a kernel is faster.
 
     Over a static cache SDPA reads all slots, filled or not. Over one that grows cuDNN's SDPA builds
     a plan for each new length, some 40 ms; that was measured on Hopper alone.
     """
     if q.dtype not in SIXTEEN or q.shape[-1] > 256:
         return False
-    if mask is not None and not (mask.ndim == 4 and mask.shape[1] == mask.shape[2] == 1):
+    if mask is not None and not (mask.ndim == 4 and mask.shape[1:3] == (1, q.shape[1])):
         return False
     if (
         words.get("s_aux") is not None
@@ -283,6 +285,17 @@ def _decodes(function, q, k, v, mask, slots, words: dict, rest: dict) -> bool:
     if slots is not None:
         return mask is not None and _has_kernel(q.device)
     return _fits(q, k, v, mask) and (dispatch.forced is not None or _makes_plans(q.device))
+
+
+def _attended(q, k, v, length: Optional[torch.Tensor], mask, scale) -> torch.Tensor:
+    """attention_with_kvcache; several tokens of one sequence are rows of one token over the same
+    keys and values."""
+    B, T = q.shape[:2]
+    if T > 1:
+        q, mask = q.reshape(T, 1, *q.shape[2:]), mask.transpose(0, 2)
+        k, v = k.expand(T, -1, -1, -1), v.expand(T, -1, -1, -1)
+    out = attention_with_kvcache(q, k, v, length, attention_mask=mask, softmax_scale=scale)
+    return out if T == 1 else out.view(B, T, *out.shape[2:])
 
 
 def _fits(q, k, v, mask) -> bool:
