@@ -193,8 +193,7 @@ class Attention:
                 k, v = self.updates.of(past, k, v, index, attention, given, rest, own_tables)
         if self.more:
             q, k, v = self.shared_and_scaled(attention, given, q, k, v)
-        few = T == 1 or B == 1 and T <= FEW and slots is not None
-        if few and past is not None and _decodes(function, q, k, v, mask, slots, words, more):
+        if T <= FEW and past is not None and _decodes(function, q, k, v, mask, slots, words, more):
             scale = words.get("scaling", more.get("scaling"))
             length, weights = None if slots is None else slots.cumulative_length, None
             out = _attended(q, k, v, length, mask, scale)
@@ -271,9 +270,10 @@ def _decodes(function, q, k, v, mask, slots, words: dict, rest: dict) -> bool:
     Over a static cache SDPA reads all slots, filled or not. Over one that grows cuDNN's SDPA builds
     a plan for each new length, some 40 ms; that was measured on Hopper alone.
     """
-    if q.dtype not in SIXTEEN or q.shape[-1] > 256:
+    B, T, _, D = q.shape
+    if q.dtype not in SIXTEEN or D > 256 or T > 1 and (B > 1 or slots is None or mask is None):
         return False
-    if mask is not None and not (mask.ndim == 4 and mask.shape[1:3] == (1, q.shape[1])):
+    if mask is not None and not (mask.ndim == 4 and mask.shape[1:3] == (1, T)):
         return False
     if (
         words.get("s_aux") is not None
