@@ -193,10 +193,10 @@ class Attention:
                 k, v = self.updates.of(past, k, v, index, attention, given, rest, own_tables)
         if self.more:
             q, k, v = self.shared_and_scaled(attention, given, q, k, v)
-        if T <= FEW and past is not None and _decodes(function, q, k, v, mask, slots, words, more):
+        if T <= FEW and (attend := _decodes(function, q, k, v, mask, past, slots, words, more)):
             scale = words.get("scaling", more.get("scaling"))
             length, weights = None if slots is None else slots.cumulative_length, None
-            out = _attended(q, k, v, length, mask, scale)
+            out = attend(q, k, v, length, attention_mask=mask, softmax_scale=scale)
         else:
             out, weights = function(attention, q.transpose(1, 2), k, v, mask, **words, **more)
         if gate is not None:
@@ -264,38 +264,42 @@ def _tables(form: AttentionForm, tables, x: torch.Tensor, D: int) -> Optional[tu
     return cos, sin
 
 
-def _decodes(function, q, k, v, mask, slots, words: dict, rest: dict) -> bool:
-    """True if `function` is SDPA of a few tokens by at most a mask, and a kernel is faster.
+def _decodes(function, q, k, v, mask, past, slots, words: dict, rest: dict) -> Optional[Callable]:
+    """What attends to the keys and values of a cache in the place of `function`, which is SDPA of a
+    few tokens by at most a mask, where a kernel is faster; or None.
 
     Over a static cache SDPA reads all slots, filled or not. Over one that grows cuDNN's SDPA builds
     a plan for each new length, some 40 ms; that was measured on Hopper alone.
     """
     B, T, _, D = q.shape
-    if q.dtype not in SIXTEEN or D > 256 or T > 1 and (B > 1 or slots is None or mask is None):
-        return False
+    if past is None or q.dtype not in SIXTEEN or D > 256:
+        return None
+    if T > 1 and (B > 1 or slots is None or mask is None):
+        return None
     if mask is not None and not (mask.ndim == 4 and mask.shape[1:3] == (1, T)):
-        return False
+        return None
     if (
         words.get("s_aux") is not None
         or words.get("dropout")
         or rest.get("dropout")
         or not by_torch(function, words, rest)
     ):
-        return False
+        return None
     if slots is not None:
-        return mask is not None and _has_kernel(q.device)
-    return _fits(q, k, v, mask) and (dispatch.forced is not None or _makes_plans(q.device))
+        serves = mask is not None and _has_kernel(q.device)
+    else:
+        serves = _fits(q, k, v, mask) and (dispatch.forced is not None or _makes_plans(q.device))
+    return (attention_with_kvcache if T == 1 else _few_attended) if serves else None
 
 
-def _attended(q, k, v, length: Optional[torch.Tensor], mask, scale) -> torch.Tensor:
-    """attention_with_kvcache; several tokens of one sequence are rows of one token over the same
+def _few_attended(q, k, v, length, *, attention_mask, softmax_scale) -> torch.Tensor:
+    """attention_with_kvcache of several tokens of one sequence: rows of one token over the same
     keys and values."""
-    B, T = q.shape[:2]
-    if T > 1:
-        q, mask = q.reshape(T, 1, *q.shape[2:]), mask.transpose(0, 2)
-        k, v = k.expand(T, -1, -1, -1), v.expand(T, -1, -1, -1)
-    out = attention_with_kvcache(q, k, v, length, attention_mask=mask, softmax_scale=scale)
-    return out if T == 1 else out.view(B, T, *out.shape[2:])
+    B, T, HQ, D = q.shape
+    k, v = k.expand(T, -1, -1, -1), v.expand(T, -1, -1, -1)
+    q, mask = q.reshape(T, 1, HQ, D), attention_mask.transpose(0, 2)
+    out = attention_with_kvcache(q, k, v, length, attention_mask=mask, softmax_scale=softmax_scale)
+    return out.view(B, T, HQ, D)
 
 
 def _fits(q, k, v, mask) -> bool:
