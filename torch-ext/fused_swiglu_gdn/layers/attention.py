@@ -265,8 +265,8 @@ def _tables(form: AttentionForm, tables, x: torch.Tensor, D: int) -> Optional[tu
 
 
 def _decodes(function, q, k, v, mask, past, slots, words: dict, rest: dict) -> Optional[Callable]:
-    """What attends to the keys and values of a cache in the place of `function`, which is SDPA of a
-    few tokens by at most a mask, where a kernel is faster; or None.
+    """The attention to call for `function` over a cache, where that is SDPA of a few tokens by at
+    most a mask and a kernel is faster; or None.
 
     Over a static cache SDPA reads all slots, filled or not. Over one that grows cuDNN's SDPA builds
     a plan for each new length, some 40 ms; that was measured on Hopper alone.
