@@ -183,6 +183,24 @@ def assert_same_gradients(out, ref, device: str):
         assert error <= limit, f"{name}: {error:.1e}"
 
 
+def assert_same_padded_step(served, model):
+    """Logits with and without padding at the left, and gradients of a training step, on a CPU."""
+    ids, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.int64)
+    mask[0, :4] = 0
+    found, gradients = [], []
+    for m in (served, model):
+        with torch.no_grad():
+            padded = m(ids, attention_mask=mask).logits[mask.bool()]
+            found.append((m(ids).logits, padded))
+        torch.manual_seed(7)  # of dropouts
+        m.train()(ids, labels=ids, use_cache=False).loss.backward()
+        gradients.append({n: p.grad for n, p in m.named_parameters() if p.grad is not None})
+        m.eval()
+    for mine, theirs in zip(*found):
+        assert (mine - theirs).abs().max() <= LOGITS["cpu"] * theirs.abs().max()
+    assert_same_gradients(*gradients, "cpu")
+
+
 def check_the_same(served, model):
     """Gradients of a step and logits in evaluation mode are equal, up to rounding in fp32."""
     for m in (model, served):

@@ -1,5 +1,5 @@
-"""Captures and replays a CUDA graph of one step; the only module of models/ that calls torch.cuda's
-graphs."""
+"""Captures and replays a CUDA graph of one step; the only module of decoding/ that calls
+torch.cuda's graphs."""
 
 import contextlib
 import functools

@@ -278,12 +278,7 @@ def _decodes(function, q, k, v, mask, past, slots, words: dict, rest: dict) -> O
         return None
     if mask is not None and not (mask.ndim == 4 and mask.shape[1:3] == (1, T)):
         return None
-    if (
-        words.get("s_aux") is not None
-        or words.get("dropout")
-        or rest.get("dropout")
-        or not by_torch(function, words, rest)
-    ):
+    if words.get("dropout") or rest.get("dropout") or not by_torch(function, words, rest):
         return None
     if slots is not None:
         serves = mask is not None and _has_kernel(q.device)
