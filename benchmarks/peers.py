@@ -11,7 +11,7 @@ import importlib
 import os
 import subprocess
 import sys
-import types
+from pathlib import Path
 from typing import Callable, Dict
 
 import torch
@@ -61,21 +61,13 @@ def lift_fla_guard() -> None:
 
 def install_fla_convolution(prompts: Callable = None) -> None:
     """Puts FLA's convolution, or another one for prompts, where transformers looks for the package
-    causal_conv1d: before its models are imported, which ask for it by name, once."""
-    from fla.modules.causal_conv1d import causal_conv1d, causal_conv1d_update
+    causal_conv1d: before its models are imported, which ask for it by name, once. It is a file of
+    its own, as an installed package is: kernelize leaves modules with functions alone that are not
+    what their file holds."""
+    sys.path.insert(0, str(Path(__file__).parent / "stand_ins"))
+    import causal_conv1d
 
-    def fn(hidden_states, weight, bias=None, activation=None, **kwargs):
-        x = hidden_states.transpose(1, 2)
-        return causal_conv1d(x, weight, bias, activation=activation)[0].transpose(1, 2)
-
-    def update(hidden_states, conv_state, weight, bias=None, activation=None):
-        x = hidden_states.transpose(1, 2)
-        y, _ = causal_conv1d_update(x, conv_state, weight=weight, bias=bias, activation=activation)
-        return y.transpose(1, 2)
-
-    module = types.ModuleType("causal_conv1d")
-    module.causal_conv1d_fn, module.causal_conv1d_update = prompts or fn, update
-    sys.modules["causal_conv1d"] = module
+    causal_conv1d.prompts = prompts
 
 
 def share_autotuning(part: int, parts: int) -> None:

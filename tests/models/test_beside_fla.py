@@ -20,6 +20,13 @@ def {1}(q, k, v, g=None, beta=None, scale=None, initial_state=None, output_final
         use_qk_l2norm_in_kernel=False, cu_seqlens=None, **kwargs):
     raise AssertionError("needs a GPU")
 """
+CONVOLUTIONS = """
+def causal_conv1d_fn(x, weight, bias=None, activation=None, seq_idx=None, **kwargs):
+    raise AssertionError("needs a GPU")
+
+def causal_conv1d_update(x, conv_state, weight, bias=None, activation=None, **kwargs):
+    raise AssertionError("needs a GPU")
+"""
 BESIDE_FLA = """
 import sys
 sys.path[:0] = {paths!r}
@@ -38,7 +45,9 @@ for name in ("qwen3_5_text", "kimi_linear"):
 
 
 def test_layers_beside_fla(tmp_path):
-    """transformers decodes with FLA's functions where FLA is installed."""
+    """transformers decodes with FLA's functions, and convolves with causal_conv1d's, where these
+    are installed."""
+    (tmp_path / "causal_conv1d.py").write_text(CONVOLUTIONS)
     for room, names in (
         ("gated_delta_rule", ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")),
         ("kda", ("chunk_kda", "fused_recurrent_kda")),
