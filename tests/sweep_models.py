@@ -33,7 +33,8 @@ SIZES = {
     "vocab_size": 120, "vocab_size_per_layer_input": 120, "max_position_embeddings": 128,
     "n_positions": 128, "hidden_size": 32, "d_model": 32, "n_embd": 32, "embed_dim": 32, "dim": 32,
     "embedding_size": 32, "word_embed_proj_dim": 32, "projection_dim": 32, "out_hidden_size": 32,
-    "audio_hidden_size": 32, "adapter_in_dim": 32, "text_hidden_size": 32,
+    "audio_hidden_size": 32, "adapter_in_dim": 32, "adapter_input_size": 32,
+    "adapter_out_dim": 32, "text_hidden_size": 32,
     "hidden_dim": 32, "intermediate_size": 48, "ffn_dim": 48, "d_ff": 48,
     "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "n_inner": 48, "ffn_hidden_size": 48,
     "mlp_dim": 48, "dense_intermediate_size": 48, "intermediate_size_mlp": 48, "block_ff_dim": 48,
@@ -135,10 +136,16 @@ OF_TYPE = {
     "emu3_vqgan": {"base_channels": 32},
     "ernie4_5_vl_moe_text": {"head_dim": 128},
     "gemma4_assistant": {
-        "text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0},
+        "text_config": {
+            "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
+            **SHARED_KV, "use_double_wide_mlp": False, "num_kv_shared_layers": 4,
+        },
     },
     "gemma4_unified_assistant": {"text_config": {"num_kv_shared_layers": 2}},
-    "granite4_vision": {"deepstack_layer_map": [[0, 0]]},
+    "granite4_vision": {
+        "deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2",
+        "vision_config": {"hidden_size": 64},
+    },
     "luke": {"entity_vocab_size": 99},
     "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "moonshine_streaming": {"num_key_value_heads": 4},
