@@ -89,6 +89,9 @@ def summary() -> str:
         record = load(name)
         found, peer = case(record, label), title_of(peer, record)
         a, b = found.ours[ours], found.peers[peer]
+        # FLA serves Gated DeltaNet alone
+        if peer.startswith("transformers with FLA") and "Qwen3.5" not in what:
+            peer = f"transformers {record['versions']['transformers']}"
         rows.append([what, tables.ms(a), f"{peer}: {tables.ms(b)}", f"{b / a:.2f}"])
         where, date = machine(record).rsplit(", ", 1)
         machines.setdefault(where, set()).add(date)
