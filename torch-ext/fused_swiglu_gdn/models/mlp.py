@@ -22,6 +22,7 @@ from ..layers.swiglu import DROPOUTS, Form, Roles
 from ..swiglu.reference import ACTIVATIONS
 from .code import Refused, why_odd_class
 from .facts import BY_DTYPE, Facts, read
+from .gradients import same_gradients
 from .serving import own_class
 from .stand_ins import (
     Raises,
@@ -40,7 +41,6 @@ from .trial import (
     only_argument,
     plain_values,
     remembered,
-    same_gradients,
     sizes_of,
 )
 

@@ -13,6 +13,7 @@ from ..layers.plain import told
 from ..norm import reference
 from .code import Refused
 from .facts import read
+from .gradients import same_gradients
 from .serving import is_served, own_class
 from .stand_ins import (
     has_form_of,
@@ -29,7 +30,6 @@ from .trial import (
     plain_values,
     refuse_odd_module,
     remembered,
-    same_gradients,
     sizes_of,
 )
 

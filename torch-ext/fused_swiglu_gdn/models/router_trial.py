@@ -20,8 +20,9 @@ from ..layers.plain import told
 from ..runtime.dtypes import HALF
 from .code import Refused
 from .facts import CHOOSE, Facts
+from .gradients import same_gradients
 from .stand_ins import Raises, quiet, random, twin_of
-from .trial import modes_of, same_gradients, sizes_of, why_odd_module
+from .trial import modes_of, sizes_of, why_odd_module
 
 F32 = torch.float32
 DTYPES = (torch.bfloat16, torch.float16, F32)

@@ -65,12 +65,6 @@ def _quietly():
     random.cache_clear()
 
 
-def may_differentiate() -> bool:
-    """False where autograd's engine would start CUDA: a process that has started it can no longer
-    fork children that use a GPU. Gradients are then not compared."""
-    return not torch.backends.cuda.is_built() or torch.cuda.is_initialized()
-
-
 MANY = 65521  # a prime, so that rows of no width repeat in the longest input
 
 

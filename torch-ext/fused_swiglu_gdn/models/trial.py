@@ -17,9 +17,7 @@ from .stand_ins import (
     Opaques,
     Raises,
     Read,
-    may_differentiate,
     name_of,
-    quiet,
     refuse_changes,
     same,
 )
@@ -252,21 +250,6 @@ def alike(mine: object, theirs: object) -> bool:
         elif kind not in PLAIN_VALUES or a != b:
             return False
     return True
-
-
-def same_gradients(run: Callable[[bool], Tuple[list, list]]) -> bool:
-    """run(ours) -> (leaves, numbers made of them); ours and the class's have the same gradients."""
-    if not may_differentiate():
-        return True
-    found = []
-    with quiet(), torch.enable_grad():
-        for ours in (True, False):
-            leaves, numbers = run(ours)
-            try:
-                found.append(torch.autograd.grad(numbers, leaves))
-            except RuntimeError:  # a number does not depend on the leaves
-                return False
-    return alike(*found)
 
 
 def called(
