@@ -57,17 +57,35 @@ def exact(x, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return codes @ (weight.double() * wide).t()
 
 
+@torch.library.custom_op("fused_swiglu_gdn_tests::fp8_product", mutates_args=())
+def _product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """An operator without a gradient, as those of the Hub's kernels."""
+    reference, rows = submodule("fp8.reference"), x.reshape(-1, x.shape[-1])
+    y = reference.multiply_fwd(weight, scale, reference.quantise_fwd(rows))
+    return y[: len(rows)].view(*x.shape[:-1], -1)
+
+
+@_product.register_fake
+def _(x, weight, scale):
+    return x.new_empty(*x.shape[:-1], len(weight), dtype=torch.bfloat16)
+
+
+def has_gradients() -> bool:
+    """transformers' own FP8Linear has the gradient of its input, which 5.20 has not."""
+    from transformers.integrations import finegrained_fp8
+
+    return hasattr(finegrained_fp8, "FP8LinearFunction")
+
+
 def stand_in(monkeypatch) -> list:
     """Lets transformers' own FP8Linear run in torch, by DeepGEMM's formula; counts its calls."""
     from transformers.integrations import finegrained_fp8
 
-    reference, calls = submodule("fp8.reference"), []
+    calls = []
 
     def matmul(x, weight, scale, block_size, output_dtype, activation_scale=None):
         calls.append(tuple(x.shape))
-        rows = x.reshape(-1, x.shape[-1])
-        y = reference.multiply_fwd(weight, scale, reference.quantise_fwd(rows))
-        return y[: len(rows)].to(output_dtype).view(*x.shape[:-1], -1)
+        return _product(x, weight, scale).to(output_dtype)
 
     made = finegrained_fp8.FineGrainedFP8(matmul, None, None)
     monkeypatch.setattr(finegrained_fp8, "_FINEGRAINED_FP8", made)

@@ -82,7 +82,7 @@ def gradients(model, ids) -> dict:
 @pytest.mark.parametrize("device", DEVICES)
 def test_adapters(kernel, monkeypatch, device, checkpoints):
     """Gradients of adapters are as near to fp64's, of a model of dequantised weights, as those of
-    transformers' own modules, of which none runs."""
+    transformers' own modules, if these have any; of them none runs."""
     model, ours, calls = adapted(monkeypatch, device)
     report = kernel.kernelize(ours)
     assert {row.layer for row in report.left} <= {"LoraLinear"}  # of nn.Linear alone
@@ -90,14 +90,20 @@ def test_adapters(kernel, monkeypatch, device, checkpoints):
     if checkpoints:
         ours.gradient_checkpointing_enable({"use_reentrant": False})
     ids = torch.randint(5, 90, (2, 40), generator=torch.Generator().manual_seed(0)).to(device)
-    theirs, truth = gradients(model, ids), fp8_problems.dequantised(model).double()
+    truth = fp8_problems.dequantised(model).double()
     for name, parameter in truth.named_parameters():
         parameter.requires_grad_("lora" in name)
     exact = gradients(truth, ids)
+    theirs = gradients(model, ids) if fp8_problems.has_gradients() else None
     calls.clear()
     with serving(device), dispatch.served() as record:
         found = gradients(ours, ids)
-    assert not calls and set(found) == set(exact) == set(theirs)
+    assert not calls and set(found) == set(exact)
     assert {"products_fwd", "dequantise_fwd"} <= set(record)
-    errors = [sum(relative_error(g[n], exact[n]) ** 2 for n in exact) for g in (found, theirs)]
-    assert errors[0] <= 1.2 * errors[1] and errors[0] < 0.2 * len(exact), errors
+
+    def error(gradient) -> float:
+        return sum(relative_error(gradient[n], exact[n]) ** 2 for n in exact)
+
+    assert error(found) < 0.2 * len(exact)
+    if theirs is not None:
+        assert set(theirs) == set(exact) and error(found) <= 1.2 * error(theirs)
