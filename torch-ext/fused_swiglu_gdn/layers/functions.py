@@ -65,6 +65,38 @@ def named_activation(name):
     return ACT2FN[name]
 
 
+def _in_chunks(rule):
+    """The forward of a layer that computes a rule in chunks."""
+
+    def forward(
+        self,
+        query, key, value, g, beta, chunk_size=64, initial_state=None, output_final_state=False,
+        use_qk_l2norm_in_kernel=False, **kwargs,
+    ):  # fmt: skip
+        return rule(
+            query, key, value, g, beta, initial_state=initial_state,
+            output_final_state=output_final_state, cu_seqlens=packed_lengths(kwargs),
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        )  # fmt: skip
+
+    return forward
+
+
+def _by_token(rule):
+    """The forward of a layer that computes a rule token by token."""
+    in_chunks = _in_chunks(rule)
+
+    def forward(
+        self,
+        query, key, value, g, beta, initial_state=None, output_final_state=False,
+        use_qk_l2norm_in_kernel=False, **kwargs,
+    ):  # fmt: skip
+        more = initial_state, output_final_state, use_qk_l2norm_in_kernel
+        return in_chunks(self, query, key, value, g, beta, 64, *more, **kwargs)
+
+    return forward
+
+
 class chunk_gated_delta_rule(nn.Module):
     """The gated delta rule in chunks of 64 tokens (see the function of this name).
 
@@ -78,17 +110,7 @@ class chunk_gated_delta_rule(nn.Module):
 
     has_backward = True
     can_torch_compile = True
-
-    def forward(
-        self,
-        query, key, value, g, beta, chunk_size=64, initial_state=None, output_final_state=False,
-        use_qk_l2norm_in_kernel=False, **kwargs,
-    ):  # fmt: skip
-        return gdn.chunk_gated_delta_rule(
-            query, key, value, g, beta, initial_state=initial_state,
-            output_final_state=output_final_state, cu_seqlens=packed_lengths(kwargs),
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        )  # fmt: skip
+    forward = _in_chunks(gdn.chunk_gated_delta_rule)
 
 
 class recurrent_gated_delta_rule(nn.Module):
@@ -99,17 +121,7 @@ class recurrent_gated_delta_rule(nn.Module):
 
     has_backward = True
     can_torch_compile = True
-
-    def forward(
-        self,
-        query, key, value, g, beta, initial_state=None, output_final_state=False,
-        use_qk_l2norm_in_kernel=False, **kwargs,
-    ):  # fmt: skip
-        return gdn.fused_recurrent_gated_delta_rule(
-            query, key, value, g, beta, initial_state=initial_state,
-            output_final_state=output_final_state, cu_seqlens=packed_lengths(kwargs),
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        )  # fmt: skip
+    forward = _by_token(gdn.fused_recurrent_gated_delta_rule)
 
 
 class chunk_kimi_delta_attention(nn.Module):
@@ -123,17 +135,7 @@ class chunk_kimi_delta_attention(nn.Module):
 
     has_backward = True
     can_torch_compile = True
-
-    def forward(
-        self,
-        query, key, value, g, beta, chunk_size=64, initial_state=None, output_final_state=False,
-        use_qk_l2norm_in_kernel=False, **kwargs,
-    ):  # fmt: skip
-        return kda.chunk_kda(
-            query, key, value, g, beta, initial_state=initial_state,
-            output_final_state=output_final_state, cu_seqlens=packed_lengths(kwargs),
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        )  # fmt: skip
+    forward = _in_chunks(kda.chunk_kda)
 
 
 class recurrent_kimi_delta_attention(nn.Module):
@@ -144,17 +146,7 @@ class recurrent_kimi_delta_attention(nn.Module):
 
     has_backward = True
     can_torch_compile = True
-
-    def forward(
-        self,
-        query, key, value, g, beta, initial_state, output_final_state,
-        use_qk_l2norm_in_kernel=False, **kwargs,
-    ):  # fmt: skip
-        return kda.fused_recurrent_kda(
-            query, key, value, g, beta, initial_state=initial_state,
-            output_final_state=output_final_state, cu_seqlens=packed_lengths(kwargs),
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        )  # fmt: skip
+    forward = _by_token(kda.fused_recurrent_kda)
 
 
 class causal_conv1d_fn(nn.Module):

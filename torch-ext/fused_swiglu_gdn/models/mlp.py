@@ -105,8 +105,7 @@ def _form(module: nn.Module) -> Form:
 
 def _read_directly(module: nn.Module, facts: Facts) -> set:
     """Products whose weights the forward reads: it may compute with them itself."""
-    names = {path.split(".")[0] for path in facts.direct}
-    return {name for name in names if features(module._modules.get(name))}
+    return {name for name in facts.direct if features(module._modules[name])}
 
 
 def _sort(part: nn.Module) -> str:
