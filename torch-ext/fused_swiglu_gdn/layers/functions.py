@@ -17,8 +17,9 @@ from ..gdn_layer import api as gdn_layer
 from ..kda import api as kda
 from ..runtime.activations import OF_CONVOLUTION, OF_GATED_NORM
 from ..runtime.checks import FLOATING
-from .own_code import NotOwn, own_code
+from .own_code import peeled
 from .pinned import Pinned
+from .pins import own_code
 from .plain import PLAIN_TENSORS, torch_unpatched, why_hooked
 
 
@@ -65,38 +66,6 @@ def named_activation(name):
     return ACT2FN[name]
 
 
-def _in_chunks(rule):
-    """The forward of a layer that computes a rule in chunks."""
-
-    def forward(
-        self,
-        query, key, value, g, beta, chunk_size=64, initial_state=None, output_final_state=False,
-        use_qk_l2norm_in_kernel=False, **kwargs,
-    ):  # fmt: skip
-        return rule(
-            query, key, value, g, beta, initial_state=initial_state,
-            output_final_state=output_final_state, cu_seqlens=packed_lengths(kwargs),
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        )  # fmt: skip
-
-    return forward
-
-
-def _by_token(rule):
-    """The forward of a layer that computes a rule token by token."""
-    in_chunks = _in_chunks(rule)
-
-    def forward(
-        self,
-        query, key, value, g, beta, initial_state=None, output_final_state=False,
-        use_qk_l2norm_in_kernel=False, **kwargs,
-    ):  # fmt: skip
-        more = initial_state, output_final_state, use_qk_l2norm_in_kernel
-        return in_chunks(self, query, key, value, g, beta, 64, *more, **kwargs)
-
-    return forward
-
-
 class chunk_gated_delta_rule(nn.Module):
     """The gated delta rule in chunks of 64 tokens (see the function of this name).
 
@@ -110,7 +79,17 @@ class chunk_gated_delta_rule(nn.Module):
 
     has_backward = True
     can_torch_compile = True
-    forward = _in_chunks(gdn.chunk_gated_delta_rule)
+
+    def forward(
+        self,
+        query, key, value, g, beta, chunk_size=64, initial_state=None, output_final_state=False,
+        use_qk_l2norm_in_kernel=False, **kwargs,
+    ):  # fmt: skip
+        return gdn.chunk_gated_delta_rule(
+            query, key, value, g, beta, initial_state=initial_state,
+            output_final_state=output_final_state, cu_seqlens=packed_lengths(kwargs),
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        )  # fmt: skip
 
 
 class recurrent_gated_delta_rule(nn.Module):
@@ -121,7 +100,17 @@ class recurrent_gated_delta_rule(nn.Module):
 
     has_backward = True
     can_torch_compile = True
-    forward = _by_token(gdn.fused_recurrent_gated_delta_rule)
+
+    def forward(
+        self,
+        query, key, value, g, beta, initial_state=None, output_final_state=False,
+        use_qk_l2norm_in_kernel=False, **kwargs,
+    ):  # fmt: skip
+        return gdn.fused_recurrent_gated_delta_rule(
+            query, key, value, g, beta, initial_state=initial_state,
+            output_final_state=output_final_state, cu_seqlens=packed_lengths(kwargs),
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        )  # fmt: skip
 
 
 class chunk_kimi_delta_attention(nn.Module):
@@ -135,7 +124,17 @@ class chunk_kimi_delta_attention(nn.Module):
 
     has_backward = True
     can_torch_compile = True
-    forward = _in_chunks(kda.chunk_kda)
+
+    def forward(
+        self,
+        query, key, value, g, beta, chunk_size=64, initial_state=None, output_final_state=False,
+        use_qk_l2norm_in_kernel=False, **kwargs,
+    ):  # fmt: skip
+        return kda.chunk_kda(
+            query, key, value, g, beta, initial_state=initial_state,
+            output_final_state=output_final_state, cu_seqlens=packed_lengths(kwargs),
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        )  # fmt: skip
 
 
 class recurrent_kimi_delta_attention(nn.Module):
@@ -146,7 +145,17 @@ class recurrent_kimi_delta_attention(nn.Module):
 
     has_backward = True
     can_torch_compile = True
-    forward = _by_token(kda.fused_recurrent_kda)
+
+    def forward(
+        self,
+        query, key, value, g, beta, initial_state, output_final_state,
+        use_qk_l2norm_in_kernel=False, **kwargs,
+    ):  # fmt: skip
+        return kda.fused_recurrent_kda(
+            query, key, value, g, beta, initial_state=initial_state,
+            output_final_state=output_final_state, cu_seqlens=packed_lengths(kwargs),
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        )  # fmt: skip
 
 
 class causal_conv1d_fn(nn.Module):
@@ -243,15 +252,12 @@ def is_gated_norm(norm: nn.Module) -> bool:
 
 def _recognised(kind: type) -> bool:
     _norms.pop(kind, None)
-    try:
-        forward, pinned = own_code(kind)
-        if kind.__call__ is not nn.Module.__call__ or not _is_the_formula(forward):
-            raise NotOwn
-    except NotOwn:
+    code = own_code(kind) if kind.__call__ is nn.Module.__call__ else None
+    if code is None or not _is_the_formula(peeled(kind.forward).forward):
         _others[kind] = kind.forward
         return False
     _others.pop(kind, None)
-    _norms[kind] = pinned
+    _norms[kind] = code.pins
     return True
 
 

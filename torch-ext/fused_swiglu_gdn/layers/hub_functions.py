@@ -17,8 +17,9 @@ from ..experts.ops_topk import FAMILY as EXPERTS
 from ..loss.ops import CROSS_ENTROPY
 from ..loss.ops import FAMILY as LOSS
 from ..runtime import dispatch
-from .own_code import NotOwn, cells_of, own_code, own_names
+from .own_code import cells_of
 from .pinned import Pinned
+from .pins import own_code, own_function
 from .plain import PLAIN_TENSORS, torch_unpatched
 
 
@@ -151,21 +152,13 @@ def _known(kind: type, agrees: Callable[[type], bool]) -> bool:
     its own code and computes the formula."""
     form = _forms.get(kind)
     if form is None or not form.pinned.unchanged():
-        try:
-            pinned = _code_of(kind)
-        except NotOwn:
+        function = _function_of(kind)
+        code = own_code(kind) if function is None else own_function(function)
+        if code is None:
             return False
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            form = _forms[kind] = _Form(pinned, agrees(kind))
+            form = _forms[kind] = _Form(code.pins, agrees(kind))
     return form.agrees
-
-
-def _code_of(kind: type) -> Pinned:
-    """Pins all that a patch could replace of a class's forward, or of the function in it."""
-    function = _function_of(kind)
-    if function is None:
-        return own_code(kind)[1]
-    return Pinned(tuple(own_names(function)), ((function, function.__code__),))
 
 
 def _function_of(kind: type) -> Optional[FunctionType]:

@@ -8,7 +8,8 @@ from torch import nn
 
 from ..norm.api import rms_norm
 from .norm import NormForm, parameters_of_norm, serves
-from .own_code import NotOwn, own_code
+from .own_code import peeled
+from .pins import own_code
 
 
 class RMSNorm(nn.Module):
@@ -67,18 +68,15 @@ def form_of(kind: type) -> Optional[NormForm]:
 
 
 def _recognised(kind: type) -> Optional[NormForm]:
-    try:
-        forward, pinned = own_code(kind)
-    except NotOwn:
-        return None
-    if kind.__call__ is not nn.Module.__call__:
+    code = own_code(kind) if kind.__call__ is nn.Module.__call__ else None
+    if code is None:
         return None
     roundings = (("llama", 0.0), ("gemma", 0.0), ("gemma", 1.0))
     for name, (mode, offset) in itertools.product(("variance_epsilon", "eps"), roundings):
-        form = NormForm(kind, pinned, (), "", "weight", name, mode, offset)
+        form = NormForm(kind, code.pins, (), "", "weight", name, mode, offset)
         try:
             with torch.no_grad(), torch.autocast("cpu", enabled=False):
-                if _agrees(forward, form):
+                if _agrees(peeled(kind.forward).forward, form):
                     return form
         except Exception:  # whatever a class raises for such a module
             continue

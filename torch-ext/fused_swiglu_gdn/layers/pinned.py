@@ -1,7 +1,7 @@
 """Objects that a module was recognised by, by identity, so that each call sees later changes."""
 
 import operator
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Dict, FrozenSet, List, Optional, Tuple
 
 import torch
@@ -89,45 +89,14 @@ def holds(module: nn.Module, guards: Tuple[Tuple[str, object], ...]) -> bool:
     return True
 
 
-class Pinned:
-    """The functions of which a forward consists, and what they find by name."""
-
-    def __init__(
-        self,
-        names: Tuple[Tuple[dict, str, object], ...],  # (namespace, name, value)
-        codes: Tuple[Tuple[FunctionType, CodeType], ...],  # reloading tools replace codes
-        methods: Tuple[str, ...] = (),  # attributes of the class that it asks its module for
-    ):
-        self.names, self.codes, self.methods = names, codes, methods
-
-    def unchanged(
-        self, module: Optional[nn.Module] = None, guards: Tuple[Tuple[str, object], ...] = ()
-    ) -> bool:
-        """True if none has been patched since, the module hides no attribute of its class, and its
-        attributes at these paths still have the values by which it was recognised."""
-        if module is not None:
-            attributes = module.__dict__
-            for name in self.methods:
-                if name in attributes:
-                    return False
-            if guards and not holds(module, guards):
-                return False
-        for namespace, name, value in self.names:
-            if namespace.get(name) is not value:
-                return False
-        for function, code in self.codes:
-            if function.__code__ is not code:
-                return False
-        return True
-
-
 def _is_machinery(space: dict) -> bool:
     """The globals of a file that transformers' models have in common."""
     return str(space.get("__name__")).startswith(MACHINERY)
 
 
-class Pins(Pinned):
-    """All that the code of a class's forward names, looked at together (models/pins.py)."""
+class Pinned:
+    """The functions of which a class's forward consists, and all that they find by name, looked at
+    together (pins.py)."""
 
     def __init__(
         self,
@@ -180,6 +149,8 @@ class Pins(Pinned):
     def unchanged(  # noqa: C901  one function: each module of each token calls it
         self, module: Optional[nn.Module] = None, guards: Tuple[Tuple[str, object], ...] = ()
     ) -> bool:
+        """True if none has been patched since, the module hides no attribute of its class, and its
+        attributes at these paths still have the values by which it was recognised."""
         if module is not None:
             attributes = module.__dict__
             if not self.methods.isdisjoint(attributes):

@@ -6,6 +6,8 @@ from typing import Dict, Iterable, NamedTuple, Optional, Tuple
 
 from torch import nn
 
+from ..layers.pins import MACHINERY
+
 
 class Signature(NamedTuple):
     """The arguments of a function beside its first one, in the order of its definition."""
@@ -41,13 +43,6 @@ class Refused(Exception):
     def __init__(self, why: str, pins: tuple = ()):
         super().__init__(why)
         self.pins = pins
-
-
-# what nn.Module has for calling a module and for finding its parts
-MACHINERY = (
-    "__getattr__", "__getattribute__", "__dict__", "_call_impl", "_wrapped_call_impl",
-    "_slow_forward",
-)  # fmt: skip
 
 
 def members_of(kind: type) -> dict:

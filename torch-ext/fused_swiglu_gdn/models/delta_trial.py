@@ -15,7 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 from ..layers.forward import Arguments
 from ..layers.gdn_form import CACHE_NAMES
-from ..layers.own_code import names_in, peeled, undispatched
+from ..layers.own_code import peeled, undispatched
+from ..layers.pins import names_in
 from .code import Refused
 from .stand_ins import random
 from .trial import WORD, Trial, called, sizes_of
@@ -138,7 +139,7 @@ class Copies:
             made = FunctionType(code, space, function.__name__, function.__defaults__, tuple(cells))
             made.__kwdefaults__ = function.__kwdefaults__
             self.made[function] = made
-            for name in names_in(function) & set(space):
+            for name in names_in(code).intersection(space):
                 space[name] = self.value(space[name])
         return self.made[function]
 

@@ -19,6 +19,7 @@ from ..experts.api import fused_experts
 from ..experts.call import ALPHA
 from ..layers.activations import activation_of
 from ..layers.pinned import Pinned
+from ..layers.pins import Walk, is_of, names_in
 from ..layers.plain import named_modules, told, why_not_tensor
 from ..runtime.dtypes import HALF
 from .code import Refused
@@ -32,7 +33,6 @@ from .fp8_experts import (
     why_not_fp8_here,
 )
 from .mlp import NAMED
-from .pins import Walk, is_of, names_in
 from .report import Row
 from .serving import BEFORE, is_of_transformers, say_once, why_not_on
 from .stand_ins import quiet

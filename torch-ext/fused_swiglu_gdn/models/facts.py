@@ -10,9 +10,9 @@ from torch import nn
 
 from ..layers.own_code import codes_in, peeled
 from ..layers.pinned import PLAIN_VALUES, SPACES
+from ..layers.pins import Code, names_in, words_in, wrapped_in
 from .code import Refused, signature_of
-from .pins import names_in, words_in, wrapped_in
-from .trust import Code, code_of
+from .trust import code_of
 
 CHOOSE = frozenset(("argsort", "sort", "topk"))
 BY_DTYPE = "dtype"  # its code asks for one

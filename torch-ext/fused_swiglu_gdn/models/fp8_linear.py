@@ -17,13 +17,13 @@ from ..fp8.ops import PRODUCT
 from ..layers.fp8.weights import SCALES, SCHEME, Fp8Form, scheme_of
 from ..layers.own_code import is_in_its_file
 from ..layers.pinned import Pinned
+from ..layers.pins import Code, names_in
 from ..layers.plain import why_not_tensor
 from ..layers.tensor_parallel import local, own_of_shards
 from .code import Refused
-from .pins import names_in
 from .serving import own_class
 from .trial import while_unchanged
-from .trust import Code, code_of
+from .trust import code_of
 
 HOME = "transformers.integrations.finegrained_fp8"
 ARGUMENTS = (

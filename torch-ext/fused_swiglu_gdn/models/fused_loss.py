@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers.own_code import why_not_own
+from ..layers.own_code import is_in_its_file
 from ..layers.plain import PLAIN_TENSORS, torch_unpatched, why_hooked
 from ..loss.api import linear_cross_entropy
 from ..loss.checks import words_hold_least
@@ -317,9 +317,9 @@ def _why_not(module: nn.Module) -> Optional[str]:
         return "its loss function is not transformers' ForCausalLMLoss"
     function = own.forward
     while function is not None:  # and what it is wrapped by
-        reason = why_not_own(function)
-        if reason is not None:
-            return f"its forward {reason}"
+        if not is_in_its_file(function, "transformers"):
+            where = getattr(function, "__module__", None) or type(function).__module__
+            return f"its forward is not that of transformers but of {where}"
         function = getattr(function, "__wrapped__", None)
     if _is_plain(module, own) is None:
         return "its forward does more with its logits than to make one loss"

@@ -200,11 +200,14 @@ class KeepsFp64(TorchFunctionMode):
 class _Free(Pinned):
     """Nothing is pinned: in a trial."""
 
+    def __init__(self):
+        self.methods = frozenset()
+
     def unchanged(self, module=None, guards=()) -> bool:
         return True
 
 
-FREE = _Free((), ())
+FREE = _Free()
 
 
 class Part:

@@ -62,8 +62,8 @@ def sizes_of(module: nn.Module, facts: Facts, width: int = 1) -> list:
 
 
 def modes_of(module: nn.Module, facts: Facts) -> tuple:
-    """Training and evaluation, where the code names them."""
-    return (False, True) if "training" in facts.names else (module.training,)
+    """Training and evaluation, where the code names them, or drops values out in one of them."""
+    return (False, True) if {"training", "dropout"} & facts.names else (module.training,)
 
 
 def form_key(module: nn.Module, kind: type, facts: Facts, values: dict) -> tuple:

@@ -10,15 +10,20 @@ import functools
 import os
 import sys
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
-from typing import List, Optional, Set
+from typing import Dict, List, Optional, Set
 
 import torch
 from torch import nn
 
-from ..layers.own_code import codes_in, codes_of
-from ..layers.pinned import Pins
-from .code import MACHINERY
+from .own_code import codes_in, codes_of
+from .pinned import Pinned
 
+PACKAGES = ("transformers", "torch", "kernels", "accelerate")
+# what nn.Module has for calling a module and for finding its parts
+MACHINERY = (
+    "__getattr__", "__getattribute__", "__dict__", "_call_impl", "_wrapped_call_impl",
+    "_slow_forward",
+)  # fmt: skip
 OWN = ("transformers", "kernels")  # whose functions are walked wherever they are named
 OTHERS = ("torch", "accelerate")  # whose are not
 GROWS = ("torch", "transformers", "math", "operator")  # modules that are looked into by name
@@ -112,13 +117,16 @@ class Walk:
         self.foreign: Optional[str] = None  # a function that is nobody's whom we trust
         self.patched: Optional[str] = None
         self.spaces = [vars(base) for base in self.bases]
+        self.method = method
+        # of bases, which run by super() or by their name alone
+        self.hidden = [space[method] for space in self.spaces if method in space][1:]
         self.of_class({method})
 
-    def pins(self) -> Pins:
+    def pins(self) -> Pinned:
         looked_for = self.asked | OPERATORS | {*MACHINERY, "__call__"}
         for name in (self.asked | OPERATORS).intersection(OF_TENSORS):
             self.pin(OF_TENSORS, name, OF_TENSORS[name])
-        return Pins(
+        return Pinned(
             self.kind, tuple(self.names.values()), tuple(self.functions),
             tuple(self.cells.values()), frozenset(self.members - {"forward"}),
             frozenset(looked_for),
@@ -133,12 +141,17 @@ class Walk:
 
     def of_class(self, names: Set[str]) -> None:
         """Class attributes of these names, of every base: super() may ask for any of them."""
+        if self.hidden and {"super", self.method} & names and self.asked:
+            hidden, self.hidden = self.hidden, []
+            for function in hidden:
+                self.value(self.method, function)
         new, self.asked = names - self.asked, self.asked | names
         for space in self.spaces:
             for name in new.intersection(space):
                 self.members.add(name)
-                if self.pin(space, name, space[name]):
-                    self.value(name, space[name])
+                value = space[name]
+                if self.pin(space, name, value) and not any([value is x for x in self.hidden]):
+                    self.value(name, value)
 
     def value(self, name: str, value: object, by: Optional[dict] = None) -> None:
         for function in functions_in(value):
@@ -258,3 +271,76 @@ def wrapped_in(forward: object) -> List[object]:
             if isinstance(value, FunctionType) and name != "__class__":
                 left.append(value)
     return found
+
+
+class Code:
+    """The forward, or another method, of a class that may be tried."""
+
+    def __init__(
+        self,
+        kind: type,
+        method: str = "forward",
+        named: bool = False,
+        ends: frozenset = frozenset(),
+    ):
+        self.walk = walk = Walk(kind, method, named, ends)
+        self.pins: Pinned = walk.pins()
+        space = next((s for s in walk.spaces if method in s), {})
+        chain = [f for f in wrapped_in(space.get(method)) if isinstance(f, FunctionType)]
+        inner = [f for f in chain if f.__code__.co_name == method]
+        self.inner: Optional[FunctionType] = (inner or chain or [None])[-1]
+        self.known: object = None  # what else follows from it: facts.py
+        self.why: Optional[str] = None if named else self.why_not_own(space.get(method))
+
+    def why_not_own(self, forward: object) -> Optional[str]:
+        """Why the method is not transformers' own code, or None."""
+        kind, walk = self.walk.kind, self.walk
+        name = kind.__name__
+        other = (
+            f"{name} is no class of transformers: if you know what it computes, name it, "
+            f"kernelize(model, trust=[{name}])"
+        )
+        if walk.patched is not None:
+            return _patched(walk.patched)
+        if walk.foreign is not None:
+            return _patched(walk.foreign) if _is_home(kind) else other
+        for function in wrapped_in(forward):
+            home = type(function).__module__ if not isinstance(function, FunctionType) else None
+            if home and home.split(".")[0] not in (*PACKAGES, "functools"):
+                return other
+        if self.inner is None or not is_of(self.inner.__code__, "transformers"):
+            return other
+        return None
+
+
+def _patched(what: str) -> str:
+    if what == "forward":
+        return "its forward is patched: it is not transformers' own"
+    return f"its forward calls {what}, which is patched: it is not transformers' or torch's own"
+
+
+def _is_home(kind: type) -> bool:
+    """The class stands in a module of transformers."""
+    home = sys.modules.get(kind.__module__)
+    return kind.__module__.startswith("transformers.") and home is not None
+
+
+_functions: Dict[FunctionType, Code] = {}
+
+
+def own_code(kind: type) -> Optional[Code]:
+    """The code of the forward of a class of transformers, or None if it is other people's, or
+    patched."""
+    code = Code(kind)
+    return code if code.why is None else None
+
+
+def own_function(function: object) -> Optional[Code]:
+    """The code of a function of transformers, with all that it calls by name, or None."""
+    if not isinstance(function, FunctionType):
+        return None
+    known = _functions.get(function)
+    if known is None or not known.pins.unchanged():
+        kind = type("Function", (nn.Module,), {"forward": function})
+        known = _functions[function] = Code(kind)
+    return known if known.why is None else None
