@@ -14,6 +14,8 @@ demo-text: build
 	@$(VENV) -c 'import gguf' 2>/dev/null || { echo "needs gguf: .venv/bin/python -m pip install gguf"; exit 1; }
 	$(VENV) examples/load_gguf.py
 
+# what one process compiles is there for the others, also where the caller wants no such files
+test: export PYTHONDONTWRITEBYTECODE :=
 test: build
 	$(VENV) -m pytest --numprocesses auto --dist worksteal
 
