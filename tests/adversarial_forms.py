@@ -91,17 +91,6 @@ class SiluInTheCode(P):
         return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class ActivationFn(P):
-    """With act_fn beside it: the source says which one it is."""
-
-    def __init__(self):
-        super().__init__(nn.ReLU())
-        self.activation_fn = nn.SiLU()
-
-    def forward(self, x):
-        return self.down_proj(self.activation_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
 class UpFirst(Joined):
     def forward(self, x):
         x, gate = self.gate_up_proj(x).chunk(2, -1)
@@ -173,76 +162,13 @@ def forged():
     return kind()
 
 
-def double(function):
-    @functools.wraps(function)
-    def forward(self, x):
-        return 2 * function(self, x)
-
-    return forward
-
-
-class Wrapped(P):
-    forward = double(P.forward)
-
-
 class Scaled(P):
     scale = 2.0
-
-
-class Thirds(Joined):
-    def __init__(self):
-        super().__init__()
-        self.down_proj = nn.Linear(2 * N // 3, K)
-
-    def forward(self, x):
-        gate, up, _ = self.gate_up_proj(x).chunk(3, dim=-1)
-        return self.down_proj(self.activation_fn(gate) * up)
-
-
-class SubNorm(P):
-    """Of BitNet."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(N)
-
-    def forward(self, x):
-        return self.down_proj(self.norm(self.act_fn(self.gate_proj(x)) * self.up_proj(x)))
-
-
-class TwoTensors(P):
-    def forward(self, x, residual=None):
-        y = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-        return y if residual is None else y + residual
 
 
 class Keywords(P):
     def forward(self, x, **kwargs):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * (len(kwargs) + 1)
-
-
-class Helpers(P):
-    factor = 1
-
-    @staticmethod
-    def product(gate, up):
-        return gate * up
-
-    @classmethod
-    def scaled(cls, x):
-        return x * cls.factor
-
-    def hidden(self, x, scale=None):
-        up = [part(x) for part in (self.gate_proj, self.up_proj)]
-        assert up[0] is not None
-        return self.scaled(type(self).product(self.act_fn(up[0]), up[1]))
-
-    def forward(self, x):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError("x")
-        product = functools.partial(self.hidden, scale=None)
-        finish = lambda y: self.down_proj(y)  # noqa: E731
-        return finish(product(x))
 
 
 class Flags(P):
@@ -260,25 +186,10 @@ class Flags(P):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
-class EmptyFirst(P):
-    def forward(self, x):
-        if x.numel() == 0:
-            return x
-        with torch.autocast("cpu", enabled=False):
-            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
 class ByWeights(P):
     def forward(self, x):
         gate = F.linear(x, self.gate_proj.weight, self.gate_proj.bias)
         return self.down_proj(self.act_fn(gate) * (x @ self.up_proj.weight.T))
-
-
-class PropertyBySize(P):
-    scale = property(lambda self: 1.0 + (torch.rand(()) < 1e-9))
-
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * self.scale
 
 
 class PartOfAnObject(P):
@@ -292,15 +203,6 @@ class PartOfAnObject(P):
         return self.down_proj(self.functions.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-_names = {"P": P}
-exec(
-    "class Executed(P):\n    def forward(self, x):\n"
-    "        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * 2",
-    _names,
-)
-Executed = _names["Executed"]
-
-
 class OtherCode(P):
     def forward(self, x):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
@@ -309,16 +211,6 @@ class OtherCode(P):
 OtherCode.forward.__code__ = OtherSelf.forward.__code__.replace(
     co_firstlineno=OtherCode.forward.__code__.co_firstlineno
 )
-
-
-class Static(P):
-    @staticmethod
-    def forward(x):
-        return x
-
-
-class Partial(P):
-    forward = functools.partialmethod(Keywords.forward, scale=1)
 
 
 _torch_names = SimpleNamespace(silu=F.relu)
@@ -333,9 +225,6 @@ def _with_other_names(F):  # noqa: N803
 
 
 OtherF = _with_other_names(_torch_names)
-OtherGlobals = type("OtherGlobals", (P,), {})
-OtherGlobals.forward = FunctionType(SiluInTheCode.forward.__code__, {"nn": SimpleNamespace(
-    functional=_torch_names)}, "forward")  # fmt: skip
 
 
 class PropertyPart(P):
@@ -348,11 +237,6 @@ class GetAttr(P):
     def __getattr__(self, name):
         part = super().__getattr__(name)
         return nn.Sequential(part, nn.ReLU()) if name == "up_proj" else part
-
-
-class GetAttribute(P):
-    def __getattribute__(self, name):
-        return F.relu if name == "act_fn" else super().__getattribute__(name)
 
 
 class OwnCall(P):
@@ -456,34 +340,18 @@ WORDS = {"gate": "self.gate_proj(x)", "up": "self.up_proj(x)", "act": "self.act_
          "down": "self.down_proj"}  # fmt: skip
 TEXTS = {
     "the activation on up": ("return down(act(up) * gate)", None),
-    "a named value for the input": (
-        "return down(act(self.gate_proj(x := x * 2)) * up)", "another formula"),
-    "checked first": (
-        "assert x.is_floating_point() and x.shape[-1] > 0\n"
-        "if x is None:\n    raise ValueError('no input')\n"
-        "else:\n    x = x.reshape(x.shape)\n    return super().forward(x)", None),
     "checked later": ("x = x.flatten(0, -2)\nassert x.shape[0] > 3", "raises AssertionError"),
     "gelu tanh in the code": ("return down(F.gelu(gate, approximate='tanh') * up)", None),
-    "gelu in the code": ("return down(F.gelu(gate) * up)", "another formula"),
     "dropout by grad mode": (
         "x = F.dropout(x, p=0.5, training=torch.is_grad_enabled())", "another formula"),
-    "clamped": ("return down(act(gate.clamp(max=7.0)) * up)", "another formula"),
     "branch on dtype": ("if x.dtype == torch.bfloat16:\n    x = -x", "another formula"),
     "branch on size": (
         "return down(act(gate) * up) * (-1.0 if x.shape[0] == 3 else 1.0)", "another formula"),
     "branch on grad mode": (
         "y = down(act(gate) * up)\nreturn y if torch.is_grad_enabled() else 2 * y",
         "another formula"),
-    "branch on training": (
-        "a = act if self.training else F.relu\nreturn down(a(gate) * up)", "another formula"),
     "multiplier": ("return down(act(gate * self.scale) * up)", "another formula", Scaled),
-    "scaled": ("return down(act(gate) * up * 0.5)", "another formula"),
-    "no activation": ("return down(gate * up)", "another formula"),
-    "both activated": ("return down(act(gate) * act(up))", "another formula"),
-    "activated twice": ("return down(act(act(gate)) * up)", "another formula"),
-    "one product for both": ("return down(act(gate) * gate)", "another formula"),
     "two signs turned": ("return down(act(-gate) * -up)", "another formula"),  # of an odd one not
-    "residual": ("return x + down(act(gate) * up)", "another formula"),
     "a tuple": ("return (down(act(gate) * up),)", "another formula"),
     "in fp32": (
         "g = gate\nreturn down((act(g.float()) * up.float()).to(g.dtype))", "another formula"),
@@ -502,9 +370,6 @@ TEXTS = {
     "one half for both": (
         "g, _ = self.gate_up_proj(x).chunk(2, dim=-1)\nreturn down(self.activation_fn(g) * g)",
         "another formula", Joined),
-    "interleaved": (
-        "u = self.gate_up_proj(x)\n"
-        "return down(self.activation_fn(u[..., ::2]) * u[..., 1::2])", "another formula", Joined),
 }  # fmt: skip
 
 
@@ -519,62 +384,42 @@ def written(text: str, base: type = P) -> type:
 FORMS = {
     "usual": (P, None),
     "biases": (type("Biases", (P,), {"bias": True}), None),
-    "self by another name": (OtherSelf, None),
     "other names, F.silu": (Named, None),
     "silu in the code, act_fn is relu": (with_parts(SiluInTheCode, act_fn=nn.ReLU()), None),
-    "act_fn and activation_fn": (ActivationFn, None),
     "joined": (Joined, None),
     "joined, up first": (UpFirst, None),
     "dropout of none": (DropoutOfNone, None),
     "dropout": (Dropout, "drops values out"),
     "rate": (Rate, "drops values out"),
-    "rate of none": (with_parts(Rate, rate=0.0), None),
     "T5": (T5, "drops values out"),
     "T5 without dropout": (with_parts(T5, dropout=lambda: nn.Dropout(0.0)), None),
-    "helpers of all sorts": (Helpers, None),
     "flags that are off": (Flags, None),
     "a flag that is on": (functools.partial(Flags, mode="clamped"), "another formula"),
     "noise in training": (functools.partial(Flags, noise=0.1), "another formula"),
-    "nothing of nothing": (EmptyFirst, None),
     "by weights": (ByWeights, None),
     "a bias that is not added": (type("Biased", (ByWeights,), {"bias": True}), "another formula"),
     "by weights of a subclass": (
         with_parts(ByWeights, gate_proj=lambda: Loud(K, N)), "gate_proj is a"),
-    "a property by chance": (PropertyBySize, None),
     "an object's silu": (PartOfAnObject, "another formula"),
     "an attribute called seen": (with_parts(seen=[]), None),
     "relu": (with_parts(act_fn=nn.ReLU()), None),
     "silu in place": (with_parts(act_fn=nn.SiLU(inplace=True)), None),
     "gelu tanh": (with_parts(act_fn=nn.GELU(approximate="tanh")), None),
     "gelu_new": (with_parts(act_fn=named("gelu_new")), None),
-    "gelu_pytorch_tanh": (with_parts(act_fn=named("gelu_pytorch_tanh")), None),
-    "silu of transformers": (with_parts(act_fn=named("silu")), None),
     "one weight for two": (changed(tie), None),
     "gelu": (with_parts(act_fn=named("gelu")), "GELUActivation, by erf"),
-    "exact nn.GELU": (with_parts(act_fn=nn.GELU()), "GELU, by erf"),
     "quick_gelu": (with_parts(act_fn=named("quick_gelu")), "QuickGELU"),
-    "python gelu": (with_parts(act_fn=named("gelu_python_tanh")), "GELUTanh"),
-    "tanh": (with_parts(act_fn=nn.Tanh()), "its activation is Tanh"),
     "a subclass of SiLU": (with_parts(act_fn=lambda: Patched()), "its activation is Patched"),
     "a forged activation": (with_parts(act_fn=forged), "its activation is NewGELU"),
     "own forward of the activation": (
         changed(lambda m: setattr(m.act_fn, "forward", F.relu)), "its activation is SiLU"),
     "hook on the activation": (
         changed(lambda m: m.act_fn.register_forward_hook(hook)), "its activation is SiLU"),
-    "wrapped": (Wrapped, "another formula"),
-    "thirds": (Thirds, "another formula"),
-    "another norm": (SubNorm, "another formula"),
-    "two tensors": (TwoTensors, None),
     "keywords": (Keywords, None),
-    "executed": (Executed, "another formula"),
     "other code": (OtherCode, None),
-    "static": (Static, "other arguments"),
-    "partial": (Partial, "another formula"),
     "a local F": (OtherF, None),
-    "other globals": (OtherGlobals, None),
     "a property": (PropertyPart, "attribute up_proj"),
     "__getattr__": (GetAttr, "__getattr__ of its own"),
-    "__getattribute__": (GetAttribute, "__getattribute__ of its own"),
     "__call__": (OwnCall, "__call__ of its own"),
     "_call_impl": (OwnCallImpl, "_call_impl of its own"),
     "adapter": (changed(lambda m: setattr(m, "up_proj", Adapter(m.up_proj))), None),

@@ -7,7 +7,6 @@ run meets another way, which is decorators, arguments, parts, helpers, condition
 
 import ast
 import copy
-import random
 import re
 from textwrap import indent
 from typing import Callable, Dict, List
@@ -237,12 +236,6 @@ def new_argument_behind_a_branch(unit):
 
 
 @refactor
-def new_flag_behind_a_branch(unit):
-    add_argument(unit, "upcast", "False", True)
-    put_first(unit, "if upcast:\n    _x_ = _x_.to(torch.float32)")
-
-
-@refactor
 def args_and_kwargs_added(unit):
     need(unit.forward.args.kwarg is None and unit.forward.args.vararg is None)
     unit.forward.args.vararg, unit.forward.args.kwarg = ast.arg("args"), ast.arg("kwargs")
@@ -312,15 +305,6 @@ def parts_renamed(unit):
     rename_attributes(unit, {n: PARTS.get(n, n + "_part") for n in sorted(mine)})
 
 
-@refactor(kinds=("norm", "router", "gdn", "kda", "mlp"))
-def values_renamed(unit):
-    """Attributes that are numbers and flags."""
-    own = [n for n, v in vars(unit.subject.module).items() if isinstance(v, (int, float))
-           and n not in ("training", "layer_idx") and not n.startswith("_")]  # fmt: skip
-    need(own)
-    rename_attributes(unit, {n: PARTS.get(n, n + "_value") for n in own})
-
-
 # ---------------------------------------------------------------------------- decorators
 
 PASSED_ON = "return function(*args, **kwargs)"
@@ -344,13 +328,6 @@ WRAPPERS = {
         "def traced(name=None, enabled=True):\n"
         + indent(wrapper(OF_SELF, "self, *args, **kwargs").replace("traced", "decorate"), " " * 4)
         + "    return decorate",
-    "drops_an_unknown_word": wrapper("kwargs.pop('output_router_logits', None)\n" + PASSED_ON),
-    "wrapper_with_a_context": wrapper(
-        "with torch.profiler.record_function('forward'):\n    " + OF_SELF,
-        "self, *args, **kwargs"),
-    "wrapper_that_times": "import time\n" + wrapper(
-        "start = time.perf_counter()\n" + PASSED_ON.replace("return", "result =")
-        + "\nlogging.debug('took %s', time.perf_counter() - start)\nreturn result"),
     "wrapped_after_the_class": """
 def traced(cls):
     original_forward = cls.forward
@@ -360,8 +337,6 @@ def traced(cls):
     cls.forward = forward
     return cls
 """,
-    "identity_decorator":
-        "def traced(function):\n    function.is_traced = True\n    return function",
 }  # fmt: skip
 
 
@@ -433,14 +408,6 @@ def super_forward(unit):
 
 
 @refactor
-def subclass_of_the_original(unit):
-    need(unit.subject.kind != "experts")
-    forward = calling_super(unit.forward)
-    unit.cls = statements(f"class {unit.cls.name}(Own):\n    pass")[0]
-    unit.cls.body = [forward]
-
-
-@refactor
 def forward_of_a_mixin(unit):
     mixin = statements(f"class {unit.cls.name}Mixin:\n    pass")[0]
     mixin.body = [unit.forward]
@@ -469,27 +436,15 @@ def helpers_copied(unit):
 # ---------------------------------------------------------------------------- conditions
 
 ATTRIBUTES = {  # what modules have that a statement reads
-    "verbose": False, "noise": 0.0, "scaled": False, "factor": None,
+    "noise": 0.0, "scaled": False,
 }  # fmt: skip
 FIRST = {
-    "asserts_and_raises":
-        "assert _x_.shape[-1] > 0, f'no features: {_x_.shape}'\n"
-        "if _x_.dim() < 2:\n    raise ValueError(f'expected tokens, got {_x_.shape}')\n"
-        "if not _x_.is_floating_point():\n    raise TypeError(f'got {_x_.dtype}')",
-    "logs": "logging.debug('forward of %s', tuple(_x_.shape))",
-    "warns_behind_training_and_a_flag":
-        "if self.training and self.verbose:\n    warnings.warn('noisy')",
     "noise_behind_training_and_a_flag":
         "if self.training and self.noise > 0:\n"
         "    _x_ = _x_ + self.noise * torch.randn_like(_x_)",
     "scaled_behind_a_flag": "if self.scaled:\n    _x_ = _x_ * 2",
-    "factor_behind_none": "if self.factor is not None:\n    _x_ = _x_ * self.factor",
     "a_function_of_torch": "_x_ = torch.nn.functional.pad(_x_, (0, 0))",
 }  # fmt: skip
-OF_KWARGS = {
-    "an_unused_word_popped": "_kwargs_.pop('output_router_logits', None)",
-    "an_unused_word_read": "debug = _kwargs_.get('debug', False)",
-}
 
 
 def first(text: str):
@@ -506,14 +461,6 @@ def first(text: str):
 
 for _name, _text in FIRST.items():
     refactor(first(_text), name=_name)
-for _name, _text in OF_KWARGS.items():
-    refactor(first(_text), name=_name, kinds=WITH_CACHE)
-
-
-@refactor
-def guard_by_a_class_attribute(unit):
-    unit.cls.body.insert(0, statements("rescale = False")[0])
-    put_first(unit, "if self.rescale:\n    _x_ = _x_ / 2")
 
 
 # ---------------------------------------------------------------------------- calls of parts
@@ -606,21 +553,13 @@ def everything_renamed(unit):
     rename_attributes(unit, names)
 
 
-def as_a_method(unit, owner: str) -> None:
-    """The gate's forward is a method of the layer's class, which finds its parts there."""
+@refactor(kinds=KDA)
+def gate_inlined(unit):
+    """The gate's forward is a method of the layer's class, which has its parts."""
     forward = copy.deepcopy(method(gate_of(unit), "forward"))
-    for node in ast.walk(forward):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
-            node.value = expression(owner)
     forward.name = "forget"
     unit.cls.body.append(forward)
     replaced(unit.forward, GATE, "self.forget(hidden_states)")
-
-
-@refactor(kinds=KDA)
-def gate_inlined(unit):
-    """The layer has the gate's parts."""
-    as_a_method(unit, "self")
 
     def move(module, space):
         gate = module._modules.pop("forget_gate")
@@ -629,11 +568,6 @@ def gate_inlined(unit):
         module.__dict__.update({n: v for n, v in vars(gate).items() if n not in vars(module)})
 
     unit.moves.append(move)
-
-
-@refactor(kinds=KDA)
-def gate_read_from_outside(unit):
-    as_a_method(unit, "self.forget_gate")
 
 
 @refactor(kinds=KDA)
@@ -653,12 +587,6 @@ def gate_of_raw_values(unit):
     unit.moves.append(move)
 
 
-@refactor(kinds=KDA)
-def formula_for_softplus(unit):
-    replaced(gate_of(unit), "F.softplus(gate_input)",
-             "torch.where(gate_input > 20, gate_input, torch.log1p(gate_input.exp()))")  # fmt: skip
-
-
 def fused(unit, names: List[str], new: str) -> None:
     """Projections become one."""
 
@@ -672,12 +600,6 @@ def fused(unit, names: List[str], new: str) -> None:
 
 
 QKV = "[self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)]"
-
-
-@refactor(kinds=KDA)
-def qkv_fused(unit):
-    fused(unit, ["q_proj", "k_proj", "v_proj"], "qkv_proj")
-    replaced(unit.forward, f"torch.cat({QKV}, dim=-1)", "self.qkv_proj(hidden_states)")
 
 
 @refactor(kinds=KDA)
@@ -696,33 +618,6 @@ def output_gate_and_strength_fused(unit):
     replaced(unit.forward, "self.b_proj(hidden_states)", f"both[..., {rows}:]")
     at = next(i for i, s in enumerate(unit.forward.body) if "both[" in ast.unparse(s))
     unit.forward.body[at:at] = statements("both = self.gb_proj(hidden_states)")
-
-
-# ---------------------------------------------------------------------------- several at once
-
-
-def several(seed: int):
-    def change(unit):
-        chance = random.Random(f"{unit.subject.name} {seed}")
-        names = [n for n, f in REFACTORS.items() if not n.startswith(("several", "copied"))
-                 and (f.kinds is None or unit.subject.kind in f.kinds)]  # fmt: skip
-        done = []
-        for name in chance.sample(names, len(names)):
-            trial = copy.deepcopy({k: v for k, v in vars(unit).items() if k not in KEPT})
-            try:
-                REFACTORS[name](unit)
-                done.append(name)
-            except (Inapplicable, StopIteration, ValueError, IndexError, AttributeError):
-                unit.__dict__.update(trial)
-            if len(done) == 2 + seed % 3:
-                break
-
-    return change
-
-
-KEPT = ("subject",)
-for _seed in range(6):
-    refactor(several(_seed), name=f"several_{_seed}")
 
 
 def apply(name: str, unit: Unit) -> Unit:

@@ -6,7 +6,6 @@ import copy
 import sys
 from typing import Callable, Dict, Iterator
 
-import mutants as single
 import refactor_cases as cases
 import refactor_forms as forms
 import torch
@@ -27,6 +26,7 @@ from refactor_forms import (
     whole,
 )
 
+OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult}
 OTHER = 1e-3  # a mutant differs from the original by more, relative to the largest value
 TRAPS: Dict[str, Callable] = {}
 
@@ -34,12 +34,28 @@ TRAPS: Dict[str, Callable] = {}
 # ---------------------------------------------------------------------------- mutants
 
 
-class Change(single.Mutation):
-    """Changes the n-th place of a class and its helpers; arguments and parts may be swapped."""
+class Change(ast.NodeTransformer):
+    """Changes the n-th place of a class and its helpers; `what` says how, None where there are
+    fewer: an operand or a call is dropped, a sign turned, a keyword left out, a constant raised,
+    an assignment dropped, a condition negated; arguments and parts may be swapped."""
 
     def __init__(self, n: int, parts: dict):
-        super().__init__(n)
-        self.parts = parts
+        self.n, self.parts, self.count, self.what = n, parts, 0, None
+
+    def hit(self, node, what: str) -> bool:
+        self.count += 1
+        if self.count - 1 == self.n:
+            self.what = f"{what}: {ast.unparse(ast.fix_missing_locations(node))[:70]}"
+        return self.count - 1 == self.n
+
+    def visit_BinOp(self, node):
+        self.generic_visit(node)
+        if self.hit(node, "left operand only"):
+            return node.left
+        other = OPERATORS.get(type(node.op))
+        if other and self.hit(node, f"{other.__name__} instead"):
+            return ast.BinOp(node.left, other(), node.right)
+        return node
 
     def visit_FunctionDef(self, node):
         if node.name not in ("__init__", "extra_repr"):
@@ -51,11 +67,31 @@ class Change(single.Mutation):
         return node
 
     def visit_Call(self, node):
-        node = super().visit_Call(node)
-        if isinstance(node, ast.Call) and self.what is None and len(node.args) > 1:
+        self.generic_visit(node)
+        if node.args and self.hit(node, "argument instead of call"):
+            return node.args[0]
+        for i, word in enumerate(node.keywords):
+            if word.arg and self.hit(node, f"without {word.arg}="):
+                node.keywords = node.keywords[:i] + node.keywords[i + 1 :]
+                return node
+        if self.what is None and len(node.args) > 1:
             if not any(isinstance(a, ast.Starred) for a in node.args[:2]):
                 if self.hit(node, "first arguments swapped"):
                     node.args[:2] = node.args[1::-1]
+        return node
+
+    def visit_Constant(self, node):
+        number = isinstance(node.value, (int, float)) and not isinstance(node.value, bool)
+        return ast.Constant(node.value + 1) if number and self.hit(node, "+1") else node
+
+    def visit_Assign(self, node):
+        self.generic_visit(node)
+        return ast.Pass() if self.hit(node, "dropped") else node
+
+    def visit_If(self, node):
+        self.generic_visit(node)
+        if self.hit(node.test, "negated"):
+            node.test = ast.UnaryOp(ast.Not(), node.test)
         return node
 
     def visit_Attribute(self, node):

@@ -2,7 +2,6 @@
 
     python tests/refactors.py [--jobs 2] [--kind mlp ...] [--family llama ...] [--every N]
     python tests/refactors.py --case llama.mlp.temporaries     # its source, and why it is left
-    python tests/refactors.py --json FILE
 
 Classes of transformers' models are rewritten, by the functions of refactor_forms.py, so that they
 compute the same: a case counts only if the modules of the new class, without the package, give the
@@ -16,7 +15,6 @@ import argparse
 import collections
 import contextlib
 import copy
-import json
 import multiprocessing
 import sys
 import time
@@ -161,27 +159,20 @@ def sample(family: str, kind: str, every: int) -> List[Result]:
 def refactored(subject, options) -> Iterator[tuple]:
     """(label, unit, module) of the refactors that are cases."""
     mine = [n for n, f in forms.REFACTORS.items() if f.kinds is None or subject.kind in f.kinds]
-    for name in options.refactor or mine[:: options.every]:
+    for name in mine[:: options.every]:
         try:
-            unit, module = built(name, subject, options.user)
-        except NOT_THIS as error:
-            if options.verbose and type(error) is not forms.Inapplicable:
-                print(f"    {subject.name}.{name} cannot be made: {first_line(error)}")
+            unit, module = built(name, subject, False)
+        except NOT_THIS:
             continue
         if is_case(module, unit):
             yield name, unit, module
-        elif options.verbose:
-            print(f"    {subject.name}.{name} is no case: it computes something else")
 
 
 def results_of(subject, options) -> Iterator[Result]:
-    user, every = options.user, options.every
-    wanted = [refactored(subject, options)]
-    if not options.refactor:
-        names = [n for n, f in traps.TRAPS.items() if f.kinds is None or subject.kind in f.kinds]
-        wanted.append(traps.traps(subject, user, names[::every]))
-        wanted.append(traps.mutants(subject, every * options.mutants_every, user))
-    for found in wanted:
+    every = options.every
+    names = [n for n, f in traps.TRAPS.items() if f.kinds is None or subject.kind in f.kinds]
+    wanted = traps.traps(subject, False, names[::every]), traps.mutants(subject, every)
+    for found in (refactored(subject, options), *wanted):
         for label, unit, module in found:
             try:
                 name = f"{subject.name}.{label}"
@@ -235,16 +226,16 @@ def table(results: List[Result]) -> str:
     return "\n".join(lines)
 
 
-def found(name: str, subject, user: bool):
+def found(name: str, subject):
     """(unit, module) of a case by the rest of its name: REFACTOR, mutant~N or trap~NAME."""
     kind, _, label = name.partition("~")
     if kind == "trap":
-        return next(traps.traps(subject, user, [label]))[1:]
+        return next(traps.traps(subject, False, [label]))[1:]
     if kind == "mutant":
         unit, what, _ = traps.mutated(subject, int(label))
         print(f"# mutated: {what}")
-        return unit, traps.built(unit, user)
-    return built(name, subject, user)
+        return unit, traps.built(unit)
+    return built(name, subject, False)
 
 
 def show(options) -> int:
@@ -253,7 +244,7 @@ def show(options) -> int:
     for subject in cases.Model(family).subjects(cases.KINDS):
         if subject.name != f"{family}.{kind}":
             continue
-        unit, module = found(name, subject, options.user)
+        unit, module = found(name, subject)
         print(unit.source())
         if "~" not in name and not is_case(module, unit):
             print("it computes something else: no case")
@@ -266,19 +257,9 @@ def parsed(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--kind", nargs="+", default=cases.KINDS, choices=cases.KINDS)
     parser.add_argument("--family", nargs="+", default=cases.FAMILIES)
-    parser.add_argument("--refactor", nargs="+", help="these refactors alone")
     parser.add_argument("--case", metavar="NAME", help="shows one, e.g. llama.mlp.temporaries")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="every N-th of all")
-    parser.add_argument(
-        "--mutants-every", type=int, default=1, metavar="N", help="every N-th of the mutants"
-    )
-    parser.add_argument(
-        "--user", action="store_true", help="the file is a user's, not in transformers"
-    )
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--quiet", action="store_true", help="the table alone")
-    parser.add_argument("--verbose", action="store_true", help="say which are no cases, too")
     return parser.parse_args(arguments)
 
 
@@ -302,17 +283,11 @@ def main() -> int:
     start, results = time.time(), []
     for result in every_result(options):
         results.append(result)
-        if not options.quiet and (not result.mutant or result.state == "WRONG"):
+        if not result.mutant or result.state == "WRONG":
             print(f"{result.state:7}{result.name:60} {result.reason[:150]}".rstrip(), flush=True)
-    reasons = collections.Counter((r.kind, r.reason) for r in results if not r.mutant and r.reason)
     print()
-    for (kind, reason), count in reasons.most_common(25 if not options.quiet else 0):
-        print(f"{count:5} {kind:10} {reason[:150]}")
     print(table(results))
     print(f"{time.time() - start:.0f} s")
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump([r._asdict() for r in results], file, indent=1)
     return 1 if any(r.state == "WRONG" for r in results) else 0
 
 

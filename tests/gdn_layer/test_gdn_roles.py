@@ -38,19 +38,19 @@ def outputs(module, unit):
     return cases.run(module, unit.subject, torch.float64, unit)
 
 
-SERVED = [
-    "parts_renamed", "values_renamed", "arguments_renamed", "keyword_only", "hidden_states_last",
-    "new_flag_behind_a_branch", "pass_through", "whole_body_to_function", "super_forward",
-    "forward_of_a_mixin", "asserts_and_raises",
-]  # fmt: skip
+def in_turn(names):
+    """(family, name): each in one family, the next one in the next."""
+    return pytest.mark.parametrize(
+        "family, name", [(FAMILIES[i % 3], name) for i, name in enumerate(names)]
+    )
 
 
-@pytest.mark.parametrize("name", SERVED)
-def test_refactors_are_served(kernel, subject, name):
-    try:
-        unit, module = refactors.built(name, subject, False)
-    except forms.Inapplicable:
-        pytest.skip("the class has nothing of this")
+@in_turn([
+    "arguments_renamed", "keyword_only", "hidden_states_last", "pass_through",
+    "whole_body_to_function", "super_forward", "forward_of_a_mixin",
+])  # fmt: skip
+def test_refactors_are_served(kernel, family, name):
+    unit, module = refactors.built(name, cases.subject_of(family, "gdn"), False)
     assert refactors.is_case(module, unit)
     assert refactors.examine(module, unit) == ("served", "")
 
@@ -58,6 +58,7 @@ def test_refactors_are_served(kernel, subject, name):
 def test_other_names_of_parts_leave_the_module_as_it_is(kernel, subject):
     """Copies, pickles, weights by name, and torch.compile."""
     unit, module = refactors.built("parts_renamed", subject, False)
+    assert refactors.examine(module, unit) == ("served", "")
     x = torch.randn(2, 5, 32, dtype=torch.float64)
     with torch.no_grad():
         expected, names = module(x), list(module.state_dict())
@@ -123,9 +124,9 @@ LEFT = {
 }
 
 
-@pytest.mark.parametrize("name", LEFT)
-def test_what_a_trial_cannot_certify_is_left_alone(kernel, subject, name):
-    module = made(of(subject, LEFT[name]))
+@in_turn(LEFT)
+def test_what_a_trial_cannot_certify_is_left_alone(kernel, family, name):
+    module = made(of(cases.subject_of(family, "gdn"), LEFT[name]))
     (row,) = kernel.kernelize(module).rows[:1]
     assert row.reason is not None and row.layer.endswith("GatedDeltaNet"), row
 

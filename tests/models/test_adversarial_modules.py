@@ -325,26 +325,6 @@ class Tagged(torch.Tensor):
     """A subclass of tensors, which a kernel must not unwrap."""
 
 
-INPUTS = {
-    "a vector": lambda: random_input(K),
-    "no rows": lambda: random_input(0, K),
-    "four dimensions": lambda: random_input(2, 1, 3, K),
-    "strides": lambda: random_input(K, 4).T,
-    "expanded": lambda: random_input(1, K).expand(4, K),
-    "a parameter": lambda: nn.Parameter(random_input(4, K)),
-}
-
-
-@pytest.mark.parametrize("name", INPUTS)
-def test_inputs(kernel, name):
-    plain = made(P).double().eval()
-    module, x = copy.deepcopy(plain), INPUTS[name]()
-    assert kernel.kernelize(module).served
-    with reference() as record:
-        assert_close(module(x), plain(x))
-    assert record
-
-
 def test_a_subclass_of_tensors_is_not_unwrapped(kernel):
     module = made(P).double().eval()
     plain, x = copy.deepcopy(module), random_input(4, K).as_subclass(Tagged)
@@ -353,44 +333,6 @@ def test_a_subclass_of_tensors_is_not_unwrapped(kernel):
         out = module(x)
     assert type(out) is Tagged
     assert_close(out.as_subclass(torch.Tensor), plain(x).as_subclass(torch.Tensor))
-
-
-@pytest.mark.parametrize("make", [P, Joined])
-def test_arguments_are_the_class_s_own(kernel, make):
-    module = made(make).eval()
-    plain, x = copy.deepcopy(module), random_input(4, K, dtype=torch.float32)
-    assert kernel.kernelize(module).served
-    name = "x" if make is P else "hidden_states"
-    with reference():
-        assert_close(module(**{name: x}), plain(x))
-    for args, kwargs in (((), {}), ((x, x), {}), ((), {"input": x}), ((x,), {name: x})):
-        for m in (plain, module):
-            with pytest.raises(TypeError, match="forward\\(\\)"):
-                m(*args, **kwargs)
-
-
-def test_errors_are_the_modules_own(kernel):
-    """Another dtype, another width: the message of nn.Linear."""
-    module = made(P).eval()
-    plain = copy.deepcopy(module)
-    assert kernel.kernelize(module).served
-    for x in (random_input(4, K), random_input(4, K + 1, dtype=torch.float32)):
-        messages = []
-        for m in (plain, module):
-            with reference(), pytest.raises(RuntimeError) as error:
-                m(x)
-            messages.append(str(error.value))
-        assert messages[0] == messages[1]
-
-
-def test_autocast(kernel):
-    module = made(P).eval()
-    plain, x = copy.deepcopy(module), random_input(4, K, dtype=torch.float32)
-    assert kernel.kernelize(module).served
-    with torch.autocast("cpu", dtype=torch.bfloat16), reference() as record:
-        out, ref = module(x), plain(x)
-    assert record and out.dtype == ref.dtype == torch.bfloat16
-    assert_close(out, ref)
 
 
 def test_t5_keeps_its_last_projection_in_fp32(kernel):
@@ -437,22 +379,6 @@ def test_copies_compute_with_their_own_weights(kernel, make_copy):
         assert_close(out, ref)
         assert_close(before, plain(x))
     assert not torch.allclose(ref, before)
-
-
-def test_compiled_in_one_graph(kernel):
-    """The kernels' side of a served module, traced whole."""
-    for make in (P, Joined, T5):
-        module = made(make).double().eval()
-        x = random_input(4, K).requires_grad_()
-        ref = module(x)
-        assert kernel.kernelize(module).served
-        torch._dynamo.reset()
-        with reference():
-            out = torch.compile(module, fullgraph=True, backend="aot_eager")(x)
-        assert_close(out, ref)
-        inputs = [x, *module.parameters()]
-        for got, expected in zip(*(torch.autograd.grad(y.sum(), inputs) for y in (out, ref))):
-            assert_close(got, expected)
 
 
 def test_random_numbers_and_modes_stay(kernel):

@@ -1,14 +1,12 @@
 """Gemma 4: values that are normed, keys that are values, keys and values shared by layers, and the
 scalar of a layer."""
 
-import ast
 import copy
-import sys
 
-import mutants
 import pytest
 import torch
 from tiny_models import assert_same_padded_step, randomise, tokens
+from written import found_of_changed
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("transformers.models.gemma4")
@@ -155,9 +153,5 @@ CHANGES = {  # of the forward: layer, text, text in its place
 def test_another_formula_is_left_alone(name, monkeypatch):
     layer, old, new = CHANGES[name]
     module = model_of("shared").model.layers[layer].self_attn
-    kind, text = type(module), ast.unparse(mutants.tree_of(type(module), "forward"))
-    assert old in text, text
-    tree, scope = ast.parse(text.replace(old, new)), vars(sys.modules[kind.__module__])
-    monkeypatch.setattr(kind, "forward", mutants.function_of(tree, "forward", scope))
-    finding = mutants.trusting_recognise(module)
+    finding = found_of_changed(monkeypatch, module, old, new)
     assert (finding.reason is None) == (old == new), finding.reason

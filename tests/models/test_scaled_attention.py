@@ -1,14 +1,12 @@
 """Attention with sinks and tables of half a head's width (gpt-oss), with a dropout behind it
 (Seed-OSS) and with queries scaled by position (Ministral 3)."""
 
-import ast
 import copy
-import sys
 
-import mutants
 import pytest
 import torch
 from tiny_models import BASE, assert_same_padded_step, randomise, tokens
+from written import found_of_changed
 
 transformers = pytest.importorskip("transformers")
 YARN = {
@@ -93,14 +91,7 @@ CHANGES = {  # of the forward: type, text, text in its place, whether it is serv
 def test_another_formula_is_left_alone(name, monkeypatch):
     of, old, new, served = CHANGES[name]
     module = model_of(of).model.layers[0].self_attn
-    kind, text = type(module), ast.unparse(mutants.tree_of(type(module), "forward"))
-    assert old in text, text
-    tree, scope = (
-        ast.parse(text.replace(old, new) if old else text),
-        vars(sys.modules[kind.__module__]),
-    )
-    monkeypatch.setattr(kind, "forward", mutants.function_of(tree, "forward", scope))
-    finding = mutants.trusting_recognise(module)
+    finding = found_of_changed(monkeypatch, module, old, new)
     assert (finding.reason is None) == served, finding.reason
     if name == "without sinks":
         assert "s_aux" not in [word.name for word in finding.form.words]
