@@ -343,40 +343,6 @@ def test_a_gate_that_is_replaced_after_kernelize(everywhere, monkeypatch, of):
         assert torch.equal(one(*args), moe.grouped_mm_experts_forward(one, *args))
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_gradients(everywhere, checkpointing):
-    model = model_of().train()
-    served = copy.deepcopy(model)
-    experts.serve_experts(served)
-    for m in (model, served):
-        if checkpointing:
-            m.gradient_checkpointing_enable({"use_reentrant": False})
-        m(tokens(2, 9), labels=tokens(2, 9, seed=1)).loss.backward()
-    for (name, mine), (_, theirs) in zip(served.named_parameters(), model.named_parameters()):
-        assert torch.allclose(mine.grad, theirs.grad, rtol=1e-3, atol=1e-6), name
-
-
-def test_generates(everywhere):
-    model = model_of()
-    served = copy.deepcopy(model)
-    experts.serve_experts(served)
-    expected, found = (m.generate(tokens(1, 5), max_new_tokens=6) for m in (model, served))
-    assert torch.equal(found, expected)
-    assert served.config._experts_implementation == NAME
-
-
-def test_compiles_in_one_graph(everywhere):
-    module = modules(model_of())[0]
-    module.config._experts_implementation_internal = experts.register_experts()
-    x, ids, weights = routed()
-    x.requires_grad_()
-    torch._dynamo.reset()
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    assert torch.allclose(compiled(x, ids, weights), module(x, ids, weights), atol=1e-6)
-    found = [torch.autograd.grad(f(x, ids, weights).sum(), x)[0] for f in (compiled, module)]
-    assert torch.allclose(*found, atol=1e-5)
-
-
 def test_asked_for_by_name():
     """Without kernels, transformers computes."""
     model = model_of()

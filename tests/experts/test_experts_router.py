@@ -229,16 +229,6 @@ def test_router_logits_are_still_recorded(everywhere):
 
 
 @compiled
-def test_restored(kernel, everywhere):
-    model = random_model("qwen3_next")
-    kinds = [type(m) for m in model.modules()]
-    serve_blocks(model)
-    assert [type(m) for m in model.modules()] != kinds
-    kernel.restore(model)
-    assert [type(m) for m in model.modules()] == kinds
-
-
-@compiled
 def test_left_alone_without_kernels():
     rows = serve_blocks(random_model("qwen3_next"))
     assert {row.reason for row in rows} == {"there are no kernels for cpu"}
@@ -395,56 +385,6 @@ def test_trials_on_a_default_device(monkeypatch):
         assert isinstance(experts.form_of(modeling.Qwen3NextExperts), experts.Form)
         assert isinstance(blocks.form_of(block.gate).found, blocks.Choice)
         assert isinstance(blocks.form_of(block).found, blocks.Parts)
-
-
-class KeywordRouter(torch.nn.Module):
-    """The formula of transformers' routers, with other arguments."""
-
-    hidden_dim, top_k, norm_topk_prob = 8, 2, True
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.randn(6, 8))
-
-    def forward(self, hidden_states, *, scale=None, **kwargs):
-        hidden_states = hidden_states.reshape(-1, self.hidden_dim)
-        router_logits = F.linear(hidden_states, self.weight)
-        router_probs = torch.nn.functional.softmax(router_logits, dtype=torch.float, dim=-1)
-        router_top_value, router_indices = torch.topk(router_probs, self.top_k, dim=-1)
-        if self.norm_topk_prob:
-            router_top_value /= router_top_value.sum(dim=-1, keepdim=True)
-        router_top_value = router_top_value.to(router_logits.dtype)
-        router_scores = router_top_value
-        return router_logits, router_scores, router_indices
-
-
-@compiled
-def test_further_arguments(kernel, everywhere):
-    """A call has those of the class's own forward, and no others."""
-    router, x = KeywordRouter(), torch.randn(2, 3, 8)
-    expected = router(x)
-    (row,) = kernel.kernelize(router, only=["experts"], trust=[KeywordRouter]).rows
-    assert row.reason is None
-    for options in ({}, {"scale": 2}, {"position_ids": None}):
-        for found in (router(x, **options), router(hidden_states=x, **options)):
-            assert all(torch.allclose(*pair) for pair in zip(found, expected))
-    plain = random_model("qwen3_next")
-    served = copy.deepcopy(plain)
-    serve_blocks(served)
-    for m in (plain, served):
-        mlp = m.model.layers[0].mlp
-        for module in (router, mlp, mlp.gate):
-            for args, options in (((), {}), ((x, x), {}), ((x,), {"hidden_states": x})):
-                with pytest.raises(TypeError):
-                    module(*args, **options)
-        for module in (mlp, mlp.gate):
-            with pytest.raises(TypeError, match="unexpected keyword argument 'scale'"):
-                module(torch.randn(2, 3, 32), scale=2)
-        with pytest.raises(ValueError, match="not enough values to unpack"):
-            mlp(torch.randn(3, 32))
-        mlp.gate.norm_topk_prob, mlp.gate.top_k = 1, torch.tensor(2)
-    found, expected = (m.model.layers[0].mlp.gate(torch.ones(3, 32)) for m in (served, plain))
-    assert all(torch.allclose(*pair) for pair in zip(found, expected))
 
 
 @pytest.mark.gpu

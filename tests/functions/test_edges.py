@@ -6,7 +6,6 @@ import functools
 import pytest
 import torch
 from conftest import TOLERANCE, assert_close, computed, prepared, relative_error, submodule
-from experts_problems import problem as experts_problem
 from gdn_gradients import Case
 from interpreter import (  # noqa: F401
     DEVICE,
@@ -15,7 +14,6 @@ from interpreter import (  # noqa: F401
     interpreted,
     test_in_the_interpreter,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
 layer, layer_calls = submodule("gdn_layer.reference.layer"), submodule("gdn_layer.call")
 NAN = float("nan")
@@ -185,116 +183,10 @@ def test_sizes_of_zero(kernel):
         kernel.attention_with_kvcache(q, cache, cache, torch.tensor(0))
 
 
-@interpreted
-@pytest.mark.parametrize("name", ["rms_norm", "silu_mul", "fused_swiglu", "fused_swiglu_mlp"])
-def test_views_that_stand_for_their_negatives(kernel, by_portable, name):
-    """torch keeps the sign of (z.conj()).imag aside, where no kernel sees it."""
-    x, others = torch.randn(3, 32), torch.randn(3, 32, 32).unbind(0)
-    rest = {"rms_norm": others[0][:1, 0].expand(32).clone(), "silu_mul": torch.randn(3, 32)}
-    rest = [rest[name]] if name in rest else others[: 2 + name.endswith("mlp")]
-    function, view = getattr(kernel, name), torch._neg_view(x)
-    with torch.no_grad():
-        for _ in range(2):  # by what is remembered of a plain call, too
-            assert_close(function(view, *rest), function(-x, *rest))
-    found = []
-    for y in (view, -x):
-        leaf = y.detach().requires_grad_()
-        out = function(leaf, *rest)
-        found.append((out, *torch.autograd.grad(out.pow(3).sum(), leaf)))
-    for a, b in zip(*found):
-        assert_close(a, b)
-
-
-@interpreted
-def test_backward_inside_an_autocast_region(kernel, by_portable):
-    """What was computed outside of it has the gradients that it has outside of it."""
-    x, weights = torch.randn(5, 16), torch.randn(3, 16, 16).unbind(0)
-    p = experts_problem(5, 2, 4, 16, 8, torch.float16, biased=True)
-    ids, biases = p.ids, ("b_gate_up", "b_down")
-    calls = [
-        (kernel.fused_swiglu, (x, *weights[:2])),
-        (kernel.fused_swiglu_mlp, (x, *weights)),
-        (functools.partial(kernel.fused_swiglu_mlp, recompute=True), (x, *weights)),
-        (lambda x, up, down, weights, *b: kernel.fused_experts(
-            x, up, down, ids, weights, **dict(zip(biases, b))
-        ), (*p[:3], p.weights, p.b_gate_up, p.b_down)),
-        (submodule("experts.ops_shared").add_shared, (x, x + 1, x - 1, x[0])),
-    ]  # fmt: skip
-    for function, tensors in calls:
-        leaves = [t.detach().requires_grad_() for t in tensors]
-        y = function(*leaves)
-        want = torch.autograd.grad(y, leaves, torch.ones_like(y))
-        y = function(*leaves)
-        with torch.autocast("cpu", torch.bfloat16):
-            found = torch.autograd.grad(y, leaves, torch.ones_like(y))
-        assert all(map(torch.equal, found, want))
-
-
-@interpreted
-@pytest.mark.parametrize("served", ["portable", "reference"])
-def test_transforms_of_calls_are_served_by_torch(kernel, monkeypatch, served):
-    """vmap and torch.func.grad hand out tensors without addresses, and no kernel has a rule for
-    them: gradients of each sample are those of one after the other."""
-    dispatch = submodule("runtime.dispatch")
-    folders = (served,) if served == "portable" else ()
-    monkeypatch.setattr(dispatch, "_folders", lambda device_type, index: folders)
-    x, w_gate, w_up = torch.randn(3, 4, 16), torch.randn(24, 16), torch.randn(24, 16)
-    q, k = torch.randn(2, 3, 1, 5, 2, 16).unbind(0)
-    gates = -torch.rand(1, 5, 2), torch.rand(1, 5, 2)
-    calls = [
-        (x, lambda x: kernel.fused_swiglu(x, w_gate, w_up)),
-        (x, lambda x: kernel.fused_swiglu_mlp(x, w_gate, w_up, w_up.T)),
-        (x, lambda x: kernel.silu_mul(x, w_up[:4])),
-        (x, lambda x: kernel.rms_norm(x, w_up[0])),
-        (x, lambda x: kernel.rms_norm_gated(x, x + 1.0, w_up[0])),
-        (q, lambda q: kernel.chunk_gated_delta_rule(q, k[0], q + 1.0, *gates)[0]),
-        (q, lambda q: kernel.fused_recurrent_gated_delta_rule(q, k[0], q + 1.0, *gates)[0]),
-    ]
-    for samples, call in calls:
-        rows = torch.stack([call(sample) for sample in samples])
-        assert_close(torch.vmap(call)(samples), rows)
-        leaf = samples.clone().requires_grad_()
-        sum(call(sample).pow(3).sum() for sample in leaf).backward()
-        gradient = torch.func.grad(lambda sample, call=call: call(sample).pow(3).sum())
-        assert_close(torch.vmap(gradient)(samples), leaf.grad)
-        assert_close(torch.stack([gradient(sample) for sample in samples]), leaf.grad)
-
-
 def spaced(x):
     """x as a view of which each second element is another's."""
     wide = torch.stack([x, torch.zeros_like(x)], -1)
     return wide[..., 0]
-
-
-@interpreted
-@pytest.mark.parametrize("expanded", [False, True], ids=["spaced", "expanded"])
-def test_vectors_of_any_strides(kernel, by_portable, expanded):
-    """A bias that is a column of something, or one number for all channels."""
-    x, weight, w = torch.randn(2, 8, 6), torch.randn(8, 4), torch.randn(3, 8, 6).unbind(0)
-    state, bias = torch.randn(2, 8, 4), torch.randn(8)
-    bias = bias[:1].expand(8) if expanded else spaced(bias)
-
-    def update(bias):
-        return kernel.causal_conv1d_update(x, state.clone(), weight, bias)
-
-    calls = [
-        lambda b: kernel.causal_conv1d_fn(x, weight, b),
-        update,
-        lambda b: kernel.fused_swiglu(x, *w[:2], b, b),
-        lambda b: kernel.fused_swiglu_mlp(x, *w[:2], w[2].T, b, b),
-        lambda b: kernel.fused_swiglu_mlp(x, *w[:2], w[2].T, b, b, recompute=True),
-    ]
-    for call in calls:
-        want = call(bias.contiguous())
-        for _ in range(2):
-            assert torch.equal(call(bias), want)
-        if call is update:
-            continue
-        found = []
-        for b in (bias, bias.contiguous()):
-            leaf = b.detach().requires_grad_()
-            found.append(torch.autograd.grad(call(leaf).pow(2).sum(), leaf)[0])
-        assert_close(*found)
 
 
 @interpreted
@@ -319,21 +211,6 @@ def test_lists_of_any_strides(kernel, by_portable):
     state = torch.randn(2, 8, 4)
     for values, call in calls:
         assert torch.equal(call(spaced(values)), call(values))
-
-
-@interpreted
-def test_states_that_stand_for_their_negatives(kernel, by_portable):
-    """States with the negative bit are written in place, with their sign."""
-    q, k = torch.randn(2, 2, 1, 2, 16).unbind(0)
-    tensors = (q, k, torch.randn(2, 1, 2, 16), -torch.rand(2, 1, 2), torch.rand(2, 1, 2))
-    state = torch.randn(2, 2, 16, 16)
-    view, plain = torch._neg_view(-state), state.clone()
-    options = {"inplace_final_state": True}
-    for _ in range(2):
-        o, _ = kernel.fused_recurrent_gated_delta_rule(*tensors, initial_state=view, **options)
-        want, _ = kernel.fused_recurrent_gated_delta_rule(*tensors, initial_state=plain, **options)
-        assert_close(o, want)
-        assert_close(view, plain)
 
 
 @interpreted
@@ -405,25 +282,3 @@ def test_autograd_notices_what_layers_write(kernel, by_portable, name):
             assert state.any()
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 loss.backward()
-
-
-class Watch(TorchDispatchMode):
-    """Writes down the operators that it sees."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.seen.add(function.__name__)
-        return function(*args, **(kwargs or {}))
-
-
-@interpreted
-def test_watchers_meet_operators_without_gradients_too(kernel, by_portable):
-    """Counters of products, FakeTensorMode: a kernel that is launched past them is lost on them."""
-    x, w_gate, w_up = torch.randn(3, 32, 32).unbind(0)
-    with torch.no_grad(), Watch() as watch:
-        y = kernel.fused_swiglu(x, w_gate, w_up)
-    assert "swiglu_fwd.default" in watch.seen
-    assert torch.equal(y, kernel.fused_swiglu(x, w_gate, w_up))

@@ -122,22 +122,6 @@ def test_options_are_what_they_say(kernel):
         assert relative_error(state.mT, expected_state) < 1e-5
 
 
-def test_gradients_of_swiglu_and_gates(kernel):
-    def normal(*shape):
-        return torch.randn(*shape, dtype=F64, requires_grad=True)
-
-    x, w1, w2, wd = normal(2, 3, 4), normal(5, 4), normal(5, 4), normal(4, 5)
-    biases = normal(5), normal(5), normal(4)
-    for activation in ("silu", "gelu_tanh", "relu"):
-        assert torch.autograd.gradcheck(
-            lambda *a, act=activation: kernel.fused_swiglu_mlp(*a, activation=act),
-            (x, w1, w2, wd, *biases),
-        )
-    assert torch.autograd.gradcheck(
-        kernel.gated_delta_gate, (normal(2, 3, 4), normal(4), normal(4))
-    )
-
-
 @pytest.mark.parametrize("in_place", [False, True])
 def test_state_pool(kernel, in_place):
     x = gdn_inputs(3, 70, 1, 2, 8, 8, F64)

@@ -89,53 +89,6 @@ class MLP(nn.Module):
         return self.down_proj(self.act_fn(gate) * up)
 
 
-class Adapter(nn.Module):
-    """Wraps a linear layer as PEFT does: reading its weight would lose the adapter."""
-
-    def __init__(self, base):
-        super().__init__()
-        self.base = base
-        self.low_rank = nn.Linear(base.in_features, base.out_features, bias=False)
-
-    @property
-    def weight(self):
-        return self.base.weight
-
-    @property
-    def bias(self):
-        return self.base.bias
-
-    def forward(self, x):
-        return self.base(x) + self.low_rank(x)
-
-
-def adapted(mlp, name):
-    setattr(mlp, name, Adapter(getattr(mlp, name)))
-
-
-def hooked(mlp, name):
-    getattr(mlp, name).register_forward_hook(lambda module, args, out: out * 2)
-
-
-def with_another_forward(mlp, name):
-    getattr(mlp, name).forward = lambda x: x.sum(-1, keepdim=True) * x.new_ones(16)
-
-
-def weight_normed(mlp, name):
-    nn.utils.parametrizations.weight_norm(getattr(mlp, name))
-
-
-# what is done to which part; "gate_up" is gate_up_proj, or up_proj where the two are apart
-CHANGES = {
-    "nothing": (lambda mlp, name: None, "down_proj"),
-    "adapter on gate_up": (adapted, "gate_up"),
-    "adapter on down": (adapted, "down_proj"),
-    "hook on gate_up": (hooked, "gate_up"),
-    "hook on down": (hooked, "down_proj"),
-    "hook on the activation": (hooked, "act_fn"),
-    "weight norm on gate_up": (weight_normed, "gate_up"),
-    "own forward of down": (with_another_forward, "down_proj"),
-}
 ACTIVATIONS = {
     "silu": nn.SiLU,
     "relu": nn.ReLU,
@@ -149,19 +102,6 @@ def serving(device):
     """By kernels of a GPU; on a CPU by the reference, where modules would be called."""
     on_gpu = torch.device(device).type == "cuda"
     return contextlib.nullcontext() if on_gpu else submodule("runtime.dispatch").force("reference")
-
-
-@on_every_device
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("fused", [False, True])
-def test_mlp_is_what_was_made_of_it(kernel, device, change, fused):
-    torch.manual_seed(0)
-    mlp, (apply, part) = MLP(nn.SiLU(), bias=True, fused=fused), CHANGES[change]
-    apply(mlp, {"gate_up": "gate_up_proj" if fused else "up_proj"}.get(part, part))
-    mlp, x = mlp.to(device), torch.randn(2, 3, 16, device=device)
-    layer = kernel.layers.SwiGLUGateUp if fused else kernel.layers.SwiGLUMLP
-    with serving(device):
-        assert_close(layer.forward(mlp, x), mlp(x))
 
 
 @on_every_device
@@ -302,28 +242,21 @@ def compiled(module, backend="aot_eager_decomp_partition"):
 
 
 @on_every_device
-@pytest.mark.parametrize(  # training traces the same forward, with gradients of its operators
-    "name, training", [("qwen3_5_text", True), ("qwen3_next", False), ("olmo_hybrid", False)]
-)
-def test_compiles_in_one_graph(kernel, device, name, training):
-    """The kernelized GDN layer, and one MLP of all: one graph, the same values and gradients."""
-    _, served = pair(kernel, name, device)
+def test_compiles_in_one_graph(kernel, device):
+    """The kernelized GDN layer and an MLP: one graph, the same values and gradients."""
+    _, served = pair(kernel, "qwen3_5_text", device)
     modules = {getattr(type(m), "served_as", "").lower(): m for m in served.modules()}
-    modules = {name: m for name, m in modules.items() if name.endswith(("mlp", "deltanet"))}
+    modules = [m for name, m in modules.items() if name.endswith(("mlp", "deltanet"))]
     assert len(modules) == 2
-    for kind, module in modules.items():
-        if kind.endswith("mlp") and name != "qwen3_5_text":
-            continue
+    for module in modules:
         torch.manual_seed(0)
-        x = torch.randn(2, 70, 32, device=device, requires_grad=training)
-        with torch.set_grad_enabled(training):
-            out, ref = compiled(module)(x), module(x)
+        x = torch.randn(2, 70, 32, device=device, requires_grad=True)
+        out, ref = compiled(module)(x), module(x)
         assert_close(out, ref)
-        if training:
-            parameters = [x, *module.parameters()]
-            grads = [torch.autograd.grad(y.square().sum(), parameters) for y in (out, ref)]
-            for got, expected in zip(*grads):
-                assert_close(got, expected, factor=10)  # sums of squares through fp32
+        parameters = [x, *module.parameters()]
+        grads = [torch.autograd.grad(y.square().sum(), parameters) for y in (out, ref)]
+        for got, expected in zip(*grads):
+            assert_close(got, expected, factor=10)  # sums of squares through fp32
 
 
 @on_every_device

@@ -1,7 +1,5 @@
 """linear_cross_entropy and token_log_probs: values, gradients, ways, what counts, and errors."""
 
-import functools
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -256,17 +254,6 @@ def test_second_derivatives_are_refused(kernel, device):
 
 
 @compiled
-def test_fp64_and_gradcheck(kernel, device):
-    tensors, target = problem(5, 4, 9, torch.float64, device, True)
-    for more in ({}, {"reduction": "none", "label_smoothing": 0.1, "z_loss": 0.1}):
-        function = functools.partial(kernel.linear_cross_entropy, **more)
-        assert torch.autograd.gradcheck(lambda h, w, b, f=function: f(h, w, target, b), tensors)
-    assert torch.autograd.gradcheck(
-        lambda *t: kernel.token_log_probs(*t[:2], target, t[2], entropy=True), tensors
-    )
-
-
-@compiled
 @pytest.mark.parametrize("function", ["linear_cross_entropy", "token_log_probs"])
 def test_traced(kernel, device, function):
     """In one graph, and the same as eager."""
@@ -283,19 +270,3 @@ def test_traced(kernel, device, function):
     torch.compiler.reset()
     for ours, true in zip(found, right):
         assert relative_error(ours, true) < TOLERANCE[torch.float32]
-
-
-@compiled
-def test_operators(device):
-    of_torch = ("test_schema", "test_autograd_registration", "test_faketensor")
-    tensors, target = problem(7, 8, 31, torch.float32, device)
-    for more in (False, True):
-        form = (0.1, 0.1) if more else (0.0, 0.0)
-        options = (-100, True, *form, 1.0, 0.0, 4, "rows", True, True, False)
-        torch.library.opcheck(
-            ops.LINEAR_LOSS.op, (*tensors, None, target, *options), test_utils=of_torch
-        )
-        options = (-100, 1.0, 0.0, more, 4, True, True, False)
-        torch.library.opcheck(
-            ops.TOKENS.op, (*tensors, None, target, *options), test_utils=of_torch
-        )

@@ -50,22 +50,6 @@ def test_values_and_gradients(kernel, name, places):
             torch.testing.assert_close(p.grad, gradients[n], rtol=1e-3, atol=1e-6)
 
 
-def test_adapters_that_are_switched(kernel):
-    """Off, merged, unmerged and taken out after kernelize, each has its own logits."""
-    model = adapted("llama", "all")
-    served, ids = copy.deepcopy(model), tokens(2, 9)
-    kernel.kernelize(served)
-    with model.disable_adapter(), served.disable_adapter(), serving():
-        assert_same(logits(served, ids), logits(model, ids))
-    plain = logits(model, ids)
-    for change in ("merge_adapter", "unmerge_adapter"):
-        getattr(served, change)()
-        with serving():
-            assert_same(logits(served, ids), plain)
-    with serving():
-        assert_same(logits(served.merge_and_unload(), ids), plain)
-
-
 def test_the_example(kernel, capsys):
     before, after = load_example("finetune_lora").run(kernel, "cpu", steps=3)
     assert before == pytest.approx(after, rel=1e-4) and before[-1] < before[0]

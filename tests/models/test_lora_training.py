@@ -49,23 +49,6 @@ def same_adapters(model, served):
             torch.testing.assert_close(found[n], p, rtol=1e-3, atol=1e-5)
 
 
-def test_accumulated_gradients(kernel):
-    model, served, _ = both(kernel)
-    same_training(model, served, share=3)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_both_checkpoints(kernel, reentrant):
-    model, served, _ = both(kernel)
-    for each in (model, served):
-        each.train()
-        each.enable_input_require_grads()
-        how = {"use_reentrant": reentrant}
-        each.base_model.model.gradient_checkpointing_enable(how)
-    # a reentrant checkpoint has no gradient the first time, so PEFT computes that
-    same_step(model, served, tokens(2, 9), 8 if reentrant else 16)
-
-
 def test_adapters_that_alternate(kernel):
     model, served, _ = both(kernel)
     for each in (model, served):

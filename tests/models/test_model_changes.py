@@ -302,28 +302,3 @@ def test_norms_take_what_their_class_takes(kernel, name, changes):
                 wide = torch.complex128 if found.is_complex() else torch.float64
                 both = found.to(wide), expected.to(wide)
                 assert torch.allclose(*both, 1e-5, 1e-6, equal_nan=True), what
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3_5_text", "gemma2", "olmo2"])
-def test_arguments_that_a_forward_has_not(kernel, name):
-    """Too many, given twice, missing: the errors of the class's own forward."""
-    model, served = pair(kernel, name)
-    x, i = torch.randn(1, 3, 32), -1
-    tables = tuple(torch.randn(2, 1, 3, 16))
-    for part in (lambda m: m.model.layers[i], lambda m: m.model.layers[i].self_attn):
-        own, ours = part(model), part(served)
-        assert type(ours) is not type(own)
-        for args, options in (
-            ((), {}), ((x,), {"hidden_states": x, "position_embeddings": tables}),
-            ((x, tables), {"position_embeddings": tables}), ((x, *[None] * 20), {}),
-            ((), {"position_embeddings": tables}),
-        ):  # fmt: skip
-            with serving():
-                found, expected = outcome(ours, *args, **options), outcome(own, *args, **options)
-            assert found == expected and found[0] is TypeError, (args, options)
-        with serving() as record:
-            given = {"position_embeddings": tables, "attention_mask": None}
-            found, expected = (module(x, **given) for module in (ours, own))
-        for one, other in zip(found, expected):
-            assert one is other is None or torch.allclose(one, other, atol=1e-5)
-        assert record

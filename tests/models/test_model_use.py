@@ -23,7 +23,6 @@ caches = pytest.importorskip("transformers.cache_utils")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 NEW = 10
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="offloading needs a GPU")
 
 
 class EightBits(caches.QuantizedLayer):
@@ -68,52 +67,10 @@ def same_tokens(kernel, name, device, options, batch=2):
     assert out.shape == (batch, 9 + NEW) and torch.equal(out, ref)
 
 
-WAYS = {
-    "greedily": {},
-    "by sampling": {"do_sample": True, "top_k": 7},
-    "by beams": {"num_beams": 3},
-    "a prompt in chunks": {"prefill_chunk_size": 4},
-    "static": {"cache_implementation": "static"},
-    "static, a prompt in chunks": {"prefill_chunk_size": 4, "cache_implementation": "static"},
-    "static, by beams": {"num_beams": 2, "cache_implementation": "static"},
-    "without a cache": {"use_cache": False},
-}
-
-
-@pytest.mark.parametrize("name", SOME)
-@pytest.mark.parametrize("way", WAYS)
-@on_every_device
-def test_generates(kernel, name, way, device):
-    same_tokens(kernel, name, device, lambda model: WAYS[way])
-
-
 @pytest.mark.parametrize("name", SOME)
 @on_every_device
 def test_a_quantized_cache(kernel, name, device):
     same_tokens(kernel, name, device, quantized)
-
-
-@needs_gpu
-@pytest.mark.gpu
-@pytest.mark.parametrize("cache", ["offloaded", "offloaded_static"])
-def test_offloaded_caches(kernel, cache):
-    same_tokens(kernel, "llama", "cuda", lambda model: {"cache_implementation": cache})
-
-
-@pytest.mark.parametrize("how", ["a smaller model", "the prompt's own words"])
-@on_every_device
-def test_assisted_decoding(kernel, how, device):
-    """Several tokens at once after a cache, of which some are taken back."""
-
-    def options(model):
-        if how == "the prompt's own words":
-            return {"prompt_lookup_num_tokens": 3}
-        helper = random_model("llama", device, num_hidden_layers=1)
-        if hasattr(model, "served_here"):
-            kernel.kernelize(helper)
-        return {"assistant_model": helper}
-
-    same_tokens(kernel, "llama", device, options, batch=1)
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -140,11 +97,9 @@ def test_trains_under_autocast(kernel, name, device):
 
 
 FROZEN = {
-    "embeddings": lambda name: "embed" in name,
     "norms": lambda name: "norm" in name,
     "all but norms": lambda name: "norm" not in name,
     "the first layer": lambda name: "layers.0." in name or "embed" in name,
-    "the last layer": lambda name: "layers.1." in name,
     "half of the projections": lambda name: "k_proj" in name or "up_proj" in name,
 }
 
@@ -178,14 +133,7 @@ def test_compiles_in_one_graph(kernel, name):
     torch.compiler.reset()
 
 
-# without qwen4_exp_text, whose own forward asks for a value of a tensor
-FAMILIES = [
-    "llama", "phi3", "gemma2", "olmo2", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid",
-    "kimi_linear", "bailing_hybrid",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_5_moe_text", "kimi_linear"])
 def test_compiles_with_labels(kernel, name):
     """A training step is one graph, too, and gives the plain model's loss and gradients. Of a Llama
     torch traces the gradient as well; transformers' own Gated DeltaNet and experts cannot be."""

@@ -174,25 +174,3 @@ def test_decoding_with_gradients(kernel):
     o, _ = decode(kernel, x)
     o.sum().backward()
     assert x["v"].grad.abs().sum() > 0
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("T", [1, 5])
-def test_vectors_of_any_stride(kernel, T):
-    """Gates, biases and indices that are columns of something else."""
-    x = gdn_inputs(2, T, 2, 4, 32, 32, torch.float32, "cuda")
-    options = {"A_log": torch.rand(4, device="cuda"), "dt_bias": torch.rand(4, device="cuda")}
-    rows = torch.tensor([1, 0], device="cuda")
-
-    def run(change):
-        y = {**x, "g": change(x["g"]), "beta": change(x["beta"])}
-        vectors = {name: change(value) for name, value in options.items()}
-        y["initial_state"] = x["initial_state"].clone()
-        return decode(
-            kernel, y, use_gate_in_kernel=True, state_indices=change(rows),
-            inplace_final_state=True, **vectors,
-        )  # fmt: skip
-
-    with torch.no_grad():
-        for out, expected in zip(run(far_apart), run(lambda y: y)):
-            assert torch.equal(out, expected)

@@ -1,76 +1,11 @@
-"""The registered operators: opcheck, and functions compiled without a graph break."""
+"""Functions compiled without a graph break."""
 
 import re
 import sys
 
 import pytest
 import torch
-from conftest import NAME, PACKAGE, gdn_inputs, relative_error, submodule
-
-swiglu, gdn, layer = (submodule(f"{room}.ops") for room in ("swiglu", "gdn", "gdn_layer"))
-calls, train = submodule("gdn.call"), submodule("gdn.ops_train")
-# gradients are the reference's own (or a kernel's, tested with that kernel), not the operator's
-CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-
-
-def rule_args(device, pool=False, packed=False):
-    x = gdn_inputs(1 if packed else 2, 70, 2, 4, 16, 16, device=device)
-    q, k, v, g, beta, state = x.values()
-    state = torch.cat([state] * 2)[:2] if packed else state
-    indices = torch.tensor([1, 0], device=device) if pool else None
-    cu = torch.tensor([0, 30, 70], device=device) if packed else None
-    return (q, k, v, g, beta, None, None), state, indices, cu
-
-
-@pytest.mark.parametrize("pool", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
-def test_opcheck_rule(device, pool, packed):
-    first, state, indices, cu = rule_args(device, pool, packed)
-    options = {"scale": 0.25, "use_qk_l2norm": True, "output_final_state": True}
-    chunk = calls.GdnOptions(**options)
-    operation = train.CHUNK_IN_POOL if pool else train.CHUNK
-    args = (*first, state, indices, cu, *chunk)
-    torch.library.opcheck(operation.op, args, test_utils=CHECKS)
-    recurrent = calls.RecurrentOptions(**options, inplace=pool)
-    out = torch.empty_like(first[2]) if pool else None
-    operation = gdn.RECURRENT_IN_PLACE if pool else gdn.RECURRENT
-    torch.library.opcheck(
-        operation.op, (*first, state, indices, None, None, cu, out, *recurrent), test_utils=CHECKS
-    )
-
-
-def test_opcheck_checkpoints_and_all_states(device):
-    first, state, _, _ = rule_args(device)
-    options = {
-        "scale": 0.25, "use_qk_l2norm": True, "state_v_first": True, "output_final_state": True,
-    }  # fmt: skip
-    state = state.mT.contiguous()
-    chunk = calls.GdnOptions(**options, state_dtype=torch.bfloat16, checkpoint_every=64)
-    args = (*first, state, None, None, *chunk)
-    torch.library.opcheck(train.CHUNK.op, args, test_utils=CHECKS)
-    recurrent = calls.RecurrentOptions(**options, all_states=True)
-    torch.library.opcheck(
-        gdn.RECURRENT.op, (*first, state, *[None] * 5, *recurrent), test_utils=CHECKS
-    )
-
-
-def test_opcheck_swiglu_and_layer(device):
-    def normal(*shape):
-        return torch.randn(*shape, device=device)
-
-    x, weight, rows = normal(2, 6, 9), normal(6, 4), torch.tensor([3, 0], device=device)
-    one = rows - rows + 1
-    updates = (
-        (x, normal(2, 6, 4), weight, *[None] * 5, "silu", -1),
-        (x, normal(4, 6, 12), weight, None, rows, one, None, normal(2, 6, 9), "silu", 0),
-    )
-    cases = [(layer.CONVOLUTION_UPDATE, args) for args in updates]
-    cases += [(layer.GATED_NORM, (normal(5, 16), normal(5, 16), normal(16), 1e-6, "silu"))]
-    gated = (normal(5, 16), normal(24, 16), normal(24, 16), None, normal(24), "silu")
-    cases += [(swiglu.SWIGLU, gated)]
-    cases += [(layer.CONVOLUTION, (x, weight, *[None] * 4, "silu", True))]
-    for operation, args in cases:
-        torch.library.opcheck(operation.op, args, test_utils=CHECKS)
+from conftest import NAME, PACKAGE, gdn_inputs, relative_error
 
 
 def test_no_membership_in_a_map():
@@ -127,6 +62,8 @@ def test_compiled_functions_have_one_graph(kernel, device, grad, traced_without_
             )  # fmt: skip
             y = y + out * pool[2, 0, 0, 0]
         z = kernel.fused_swiglu(o, v[0, :16, 0], v[0, 16:32, 0])
+        z, total = kernel.rms_norm(z, v[0, 0, 0], residual=o)
+        z = kernel.silu_mul(kernel.rms_norm(z, casting_mode="gemma", offset=1.0), total)
         return kernel.rms_norm_gated(z, o, v[0, 0, 0]), y, state
 
     eager = step(**x)

@@ -56,32 +56,6 @@ def check(kernel, tensors, dy, activation="silu", recompute=False, frozen=()):
         assert relative_error(out, ref) < LIMIT[dy.dtype]
 
 
-def check_operators(device, dtype):
-    """Schema, fakes and autograd of the operators that tracing sees.
-
-    Of the forward's, not test_aot_dispatch_dynamic: it would return gate_up to a user, who never
-    has it, and which the backward overwrites.
-    """
-    some = ("test_schema", "test_autograd_registration", "test_faketensor")
-    gated, mlp = submodule("swiglu.ops"), submodule("swiglu.ops_mlp")
-    (x, w_gate, w_up, w_down, b_gate, b_up, b_down), dy = inputs(20, 24, 16, 8, dtype, device)
-    leaves = [t.requires_grad_() for t in (x, w_gate, w_up, w_down, b_gate, b_up, b_down)]
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down = leaves
-    nothing = [t[:, :0] for t in (x, w_gate, w_up)]  # to sum
-    for args in (leaves[:3] + leaves[4:6], (x, w_gate, w_up, None, None), (*nothing, None, None)):
-        torch.library.opcheck(gated.SAVING.op, (*args, "silu"), test_utils=some)
-    for recompute in (False, True):
-        torch.library.opcheck(mlp.SAVING.op, (*leaves, "silu", recompute, False), test_utils=some)
-    tensors = [t.detach() for t in leaves]
-    gate_up = torch.randn(20, 48, device=device).to(dtype)
-    needs = [True, True, False, True, False, True]
-    args = (dy, *tensors[:6], gate_up, "silu", needs)
-    torch.library.opcheck(mlp.GRADIENT.op, args)
-    dz = torch.randn(20, 24, device=device).to(dtype)
-    args = (dz, *tensors[:3], gate_up, "silu", needs[:5])
-    torch.library.opcheck(gated.GRADIENT.op, args)
-
-
 def accumulate(kernel, dtype, device, with_main_grad, frozen=(), sizes=(40, 24, 16, 8)):
     """Two steps with main_grad where named; relative errors of its sums and the gradients left."""
     tensors, dy = inputs(*sizes, dtype, device)
@@ -142,9 +116,6 @@ class Steps:
     def test_frozen(self, kernel, frozen):
         check(kernel, *self.inputs(), frozen=frozen)
 
-    def test_operators(self):
-        check_operators(self.device, self.dtype)
-
     def test_compiled_step(self, kernel):
         """Tracing sees the operators, their fakes and their functionalization."""
         tensors, dy = self.inputs(bias=False)
@@ -180,19 +151,6 @@ class TestInterpreted(Steps):
         wide = [t.detach().double().requires_grad_() for t in tensors]
         submodule("swiglu.reference").swiglu_fwd(*wide, "silu").sum().backward()
         assert all(relative_error(a.grad, b.grad) < 1e-6 for a, b in zip(leaves, wide))
-
-    @pytest.mark.parametrize("recompute", [False, True])
-    def test_a_second_backward_is_the_same(self, kernel, recompute):
-        """Though the first writes over what was saved, where the graph is not retained."""
-        tensors, dy = self.inputs(bias=False)
-        leaves = [t.requires_grad_() for t in tensors[:4]]
-        y = kernel.fused_swiglu_mlp(*leaves, recompute=recompute)
-        first = torch.autograd.grad(y, leaves, dy, retain_graph=True)
-        for retain in (True, False):
-            again = torch.autograd.grad(y, leaves, dy, retain_graph=retain)
-            assert all(torch.equal(a, b) for a, b in zip(first, again))
-        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-            torch.autograd.grad(y, leaves, dy)
 
     @pytest.mark.parametrize("whole", [True, False])
     def test_the_kept_have_no_gradients(self, kernel, whole):
