@@ -285,7 +285,7 @@ def _mend() -> None:
     interpreter.InterpreterBuilder.binary_op = binary_op
 
 
-if INTERPRETING:
+if INTERPRETING and __name__ != "__mp_main__":  # main()'s own, which tests import once more
     _hasten()
     _mend()
 

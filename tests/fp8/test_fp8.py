@@ -220,6 +220,7 @@ def test_a_product_that_is_first_met_in_a_capture(monkeypatch):
     assert ops.PRODUCT.serving(tensors) is not None
 
 
+@compiled
 def test_the_public_product(monkeypatch):
     """It serves a torch without _scaled_mm, and is told which scale is whose."""
     kinds = pytest.importorskip("torch.nn.functional").ScalingType
@@ -476,6 +477,7 @@ def test_one_projection(kernel, monkeypatch):
     assert y.requires_grad and not calls
 
 
+@compiled
 def test_what_a_norm_gives(kernel, counted):
     """Its codes serve the first products of its result, for which they were made, and no others."""
     q, k = (served(kernel, fp8_problems.linear(128, 512, seed=n)) for n in range(2))
@@ -497,6 +499,7 @@ def test_what_a_norm_gives(kernel, counted):
     assert given.taken(x) is None
 
 
+@compiled
 def test_who_takes_what_a_norm_gives(kernel, counted):
     """A module of ours whose call does no more than its forward: nothing comes between."""
     x = values(4, 512)

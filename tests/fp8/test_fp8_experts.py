@@ -222,6 +222,7 @@ def experts_of(model):
     return [m for m in model.modules() if type(m).__name__ == "FP8Experts"]
 
 
+@compiled
 def test_a_model_is_served_and_restored(kernel, everywhere, monkeypatch):
     calls = fp8_problems.stand_in(monkeypatch)
     model, ids = fp8_problems.tiny_moe(), torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
@@ -245,6 +246,7 @@ def test_a_model_is_served_and_restored(kernel, everywhere, monkeypatch):
     assert model.config._experts_implementation == "eager"
 
 
+@compiled
 def test_a_module_gives_what_its_loop_gives(everywhere, kernel, monkeypatch):
     fp8_problems.stand_in(monkeypatch)
     model = fp8_problems.tiny_moe()

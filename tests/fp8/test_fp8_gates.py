@@ -7,7 +7,12 @@ import pytest
 import torch
 from conftest import prepared, submodule
 from fp8_problems import quantised
-from interpreter import INTERPRETING, test_in_the_interpreter, wherever_kernels_run  # noqa: F401
+from interpreter import (  # noqa: F401
+    INTERPRETING,
+    compiled,
+    test_in_the_interpreter,
+    wherever_kernels_run,
+)
 
 dispatch, reference = submodule("runtime.dispatch"), submodule("fp8.reference")
 attention, layer = submodule("attention.call"), submodule("gdn_layer.call")
@@ -152,6 +157,7 @@ def logits_of(model, ids, steps: int) -> tuple:
     return torch.cat(found, 1), record
 
 
+@compiled
 def test_a_model_has_the_same_bits(kernel, monkeypatch):
     """Of a prompt and of tokens, whether the gates quantise or the output projections do."""
     fp8_problems.stand_in(monkeypatch)
@@ -170,6 +176,7 @@ def test_a_model_has_the_same_bits(kernel, monkeypatch):
         assert GATES.isdisjoint(record) and torch.equal(found, expected)
 
 
+@compiled
 def test_output_projections_that_do_more(kernel, monkeypatch):
     """They are called: with a hook, with biases of their own as well as by products; where a
     gradient may be asked for; without kernels of products."""

@@ -42,11 +42,21 @@ def expected(call, forward):
     return forward(type(call)(*tensors, options))
 
 
-def run(call):
+def by(room, name, call):
+    """What the kernels of a room compute; a test of what Hopper's leave to others is skipped."""
     if call.q.is_cuda:
-        stale = torch.full_like(call.v, float("nan"))
-        del stale  # the caching allocator hands this block to the next tensor of the size
-    return computed("kda.portable.chunk", "kda_chunk_fwd", call)
+        stale = torch.full((2**24,), float("nan"), device="cuda")
+        del stale  # the caching allocator hands this memory to what the call allocates
+    module = "chunk" if room == "hopper" or name == "kda_chunk_fwd" else "backward"
+    found = computed(f"kda.{room}.{module}", name, call)
+    if found is None:
+        assert room == "hopper" and (not call.options.use_qk_l2norm or call.q.dtype.itemsize > 2)
+        pytest.skip("these are for 16 bits, with the norms in the kernel")
+    return found
+
+
+def run(call, room="portable"):
+    return by(room, "kda_chunk_fwd", call)[:3]
 
 
 def coarser(a, b):
@@ -54,9 +64,9 @@ def coarser(a, b):
     return min(a, b, key=order.index)
 
 
-def check(call, factor=1.0):
+def check(call, factor=1.0, room="portable"):
     ref = expected(call, reference.kda_chunk_fwd)
-    o, state, checkpoints = run(call)
+    o, state, checkpoints = run(call, room)
     assert o.dtype == call.q.dtype
     assert_close(o, ref[0], factor=factor)
     if state is not None:
@@ -96,31 +106,42 @@ if INTERPRETING:
 class Problems:
     """Of a kind of kernels: under the interpreter on the CPU, and compiled on a GPU."""
 
-    device = "cpu"
+    device, room = "cpu", "portable"
     shape = (1, 100, 1, 1, 32, 16)
+
+    def inputs(self, B, T, H, HV, K, V, *more, **options):
+        """Of these sizes, or of the head dims that the room has kernels for."""
+        K, V = (128, 128) if self.room == "hopper" else (K, V)
+        return kda_inputs(B, T, H, HV, K, V, *more, device=self.device, **options)
+
+    def state(self, x, *rows, turned=False):
+        """Random states of a call's head dims, for one head of one sequence or so many."""
+        sizes = x["k"].shape[3], x["v"].shape[3]
+        sizes = sizes[::-1] if turned else sizes
+        return torch.randn(*(rows or (1, 1)), *sizes, device=self.device)
 
     @pytest.mark.parametrize("dtype, gates", TYPED_GATES, ids=str)
     def test_gates(self, gates, dtype):
-        x = kda_inputs(*self.shape, dtype, gates, device=self.device)
-        B, _, _, HV, K, V = self.shape
-        x["initial_state"] = torch.randn(B, HV, K, V, device=self.device)
+        x = self.inputs(*self.shape, dtype, gates)
+        x["initial_state"] = self.state(x, self.shape[0], self.shape[3])
         self.check(prompt(x, use_qk_l2norm=True))
 
     @pytest.mark.parametrize("T", [1, 64, 130] if INTERPRETING else [1, 7, 63, 64, 130])
     def test_lengths(self, T):
-        x = kda_inputs(2, T, 1, 1, 16, 24, DTYPES[0], "slow", device=self.device)
+        x = self.inputs(2, T, 1, 1, 16, 24, DTYPES[0], "slow")
         self.check(prompt(x, use_qk_l2norm=True))
 
     @pytest.mark.parametrize("H, HV", HEADS)
     def test_heads(self, H, HV):
-        x = kda_inputs(1, SHORT, H, HV, 16, 16, DTYPES[0], device=self.device)
+        x = self.inputs(1, SHORT, H, HV, 16, 16, DTYPES[0])
         self.check(prompt(x, use_qk_l2norm=True, output_final_state=False))
 
     @pytest.mark.parametrize("bound", [None, -5.0])
     @pytest.mark.parametrize("K", [16, 40])
     def test_raw_gates(self, bound, K):
-        x = kda_inputs(1, SHORT, 2, 2, K, 16, DTYPES[0], device=self.device)
-        x, options = raw_gates(x, 2, K, bound), {"use_qk_l2norm": True, "use_beta_sigmoid": True}
+        x = self.inputs(1, SHORT, 2, 2, K, 16, DTYPES[0])
+        x = raw_gates(x, 2, x["g"].shape[-1], bound)
+        options = {"use_qk_l2norm": True, "use_beta_sigmoid": True}
         if K == 40 or not INTERPRETING:
             self.check(prompt(x, allow_neg_eigval=True, **options))
         if K == 40:
@@ -135,32 +156,36 @@ class Problems:
 
     def test_keys_of_any_length(self):
         """Without l2norm, keys that write with up to twice their own projection."""
-        x = kda_inputs(1, 130, 1, 1, 40, 16, DTYPES[0], "slow", device=self.device)
+        x = self.inputs(1, 130, 1, 1, 40, 16, DTYPES[0], "slow")
         unit = torch.nn.functional.normalize(x["k"].float(), dim=-1)
         x["k"] = (1.4 * unit).to(DTYPES[0])
         self.check(prompt(x))
 
 
 class Prompts(Problems):
-    check = staticmethod(check)
+    def check(self, call, factor=1.0):
+        return check(call, factor, self.room)
+
+    def run(self, call):
+        return run(call, self.room)
 
     @pytest.mark.parametrize("gates", ["slow", "softplus", "zero"])
     def test_keys_alike(self, gates):
-        x = kda_inputs(1, 130, 1, 1, 32, 16, DTYPES[0], gates, alike=3.0, device=self.device)
-        check(prompt(x, use_qk_l2norm=True), factor=2)
+        x = self.inputs(1, 130, 1, 1, 32, 16, DTYPES[0], gates, alike=3.0)
+        self.check(prompt(x, use_qk_l2norm=True), factor=2)
 
     @pytest.mark.parametrize("beta", [0.0, 1.0, 2.0])
     def test_betas(self, beta):
         gates = "bounded" if beta else "slow"  # fp16 has no number for what strong ones leave
-        x = kda_inputs(1, 70, 1, 1, 16, 16, DTYPES[0], gates, device=self.device)
+        x = self.inputs(1, 70, 1, 1, 16, 16, DTYPES[0], gates)
         x["beta"].fill_(beta)
-        x["initial_state"] = torch.randn(1, 1, 16, 16, device=self.device)
-        check(prompt(x, use_qk_l2norm=True))
+        x["initial_state"] = self.state(x)
+        self.check(prompt(x, use_qk_l2norm=True))
 
     @pytest.mark.parametrize("K, dtype", [(16, DTYPES[0]), (80, DTYPES[0]), (80, torch.float32)])
     def test_packed_pool_checkpoints(self, K, dtype):
-        x = kda_inputs(1, 147, 1, 2, K, 16, dtype, device=self.device)
-        x["initial_state"] = torch.randn(5, 2, 16, K, device=self.device)
+        x = self.inputs(1, 147, 1, 2, K, 16, dtype)
+        x["initial_state"] = self.state(x, 5, 2, turned=True)
         call = prompt(
             x, cu_seqlens=ends(0, 66, 0, 81, device=self.device),
             state_indices=torch.tensor([2, 4, 0, -1], device=self.device), checkpoint_every=64,
@@ -168,7 +193,7 @@ class Prompts(Problems):
         )  # fmt: skip
         before = x["initial_state"].clone()
         ref = expected(call, reference.kda_chunk_fwd)
-        o, pool, checkpoints = run(call)
+        o, pool, checkpoints = self.run(call)
         assert pool is x["initial_state"]
         assert_close(o, ref[0])
         assert_close(pool, ref[1], dtype)
@@ -178,36 +203,36 @@ class Prompts(Problems):
 
     def test_causal_and_alone_to_the_bit(self):
         """Later tokens and other sequences change no bit, gates of -inf among them."""
-        x = kda_inputs(1, 150, 1, 2, 32, 16, DTYPES[0], "bounded", device=self.device)
+        x = self.inputs(1, 150, 1, 2, 32, 16, DTYPES[0], "bounded")
         lengths = {"cu_seqlens": ends(100, 50, device=self.device)}
         options = {"use_qk_l2norm": True}
-        whole = run(prompt(x, **lengths, **options))
+        whole = self.run(prompt(x, **lengths, **options))
         changed = {name: y.clone() for name, y in x.items()}
-        for name, y in kda_inputs(1, 150, 1, 2, 32, 16, DTYPES[0], "reset", seed=7).items():
-            changed[name][:, 37:100] = y[:, 37:100].to(self.device)
-        other = run(prompt(changed, **lengths, **options))
+        for name, y in self.inputs(1, 150, 1, 2, 32, 16, DTYPES[0], "reset", seed=7).items():
+            changed[name][:, 37:100] = y[:, 37:100]
+        other = self.run(prompt(changed, **lengths, **options))
         assert torch.equal(whole[0][:, :37], other[0][:, :37])
         assert torch.equal(whole[0][:, 100:], other[0][:, 100:])
         assert not torch.equal(whole[0][:, 37:100], other[0][:, 37:100])
-        alone = run(prompt({name: y[:, 100:] for name, y in x.items()}, **options))
+        alone = self.run(prompt({name: y[:, 100:] for name, y in x.items()}, **options))
         assert torch.equal(alone[0], whole[0][:, 100:]) and torch.equal(alone[1][0], whole[1][1])
 
     def test_one_preparation_is_for_all_calls_alike(self):
         first, second = (
             prompt(
-                kda_inputs(2, SHORT, 1, 1, 16, 16, DTYPES[0], seed=seed, device=self.device),
+                self.inputs(2, SHORT, 1, 1, 16, 16, DTYPES[0], seed=seed),
                 use_qk_l2norm=True,
             )
             for seed in (0, 1)
         )
-        prepared = submodule("kda.portable.chunk").prepare_kda_chunk_fwd(first)
+        prepared = submodule(f"kda.{self.room}.chunk").prepare_kda_chunk_fwd(first)
         for call in (first, second):
-            (o, state, _), (ref, ref_state, _) = prepared(*call.tensors), run(call)
+            (o, state, *_), (ref, ref_state, _) = prepared(*call.tensors), self.run(call)
             assert torch.equal(o, ref) and torch.equal(state, ref_state)
 
     def test_tokens_that_are_far_from_one_another(self):
         """Their offsets in a chunk have more than 32 bits, also in the gradient."""
-        x = kda_inputs(1, 34, 1, 1, 16, 16, DTYPES[0], "slow", device=self.device)
+        x = self.inputs(1, 34, 1, 1, 16, 16, DTYPES[0], "slow")
         memory = torch.empty(34 * 2**26, dtype=DTYPES[0], device=self.device)  # little is touched
         far = {}
         for i, (name, y) in enumerate(x.items()):
@@ -215,23 +240,11 @@ class Prompts(Problems):
             far[name] = memory.as_strided(y.shape, strides, 16 * i).copy_(y)
         x = {name: y.to(DTYPES[0]) for name, y in x.items()}
         calls_of = [prompt(y, use_qk_l2norm=True) for y in (x, far)]
-        (o, state, _), (same, again, _) = map(run, calls_of)
+        (o, state, _), (same, again, _) = map(self.run, calls_of)
         assert torch.equal(o, same) and torch.equal(state, again)
         gradients = [gradient_of(call, torch.ones_like(o)) for call in calls_of]
         found = [computed("kda.portable.backward", "kda_chunk_bwd", call) for call in gradients]
         assert all(a is b is None or torch.equal(a, b) for a, b in zip(*found))
-
-    def test_strides(self):
-        """Views of wider tensors; gates whose heads are apart are copied."""
-        wider = kda_inputs(2, 70, 2, 2, 48, 32, DTYPES[0], device=self.device)
-        x = {name: y[..., :32] if y.ndim == 4 else y for name, y in wider.items()}
-        o, state = check(prompt(x, use_qk_l2norm=True))
-        x["g"] = x["g"].contiguous()
-        again, same = check(prompt(x, use_qk_l2norm=True))
-        assert torch.equal(o, again) and torch.equal(state, same)
-        turned = {name: y.transpose(-1, -2).contiguous().mT for name, y in x.items()}
-        again, same = check(prompt(turned, use_qk_l2norm=True))
-        assert torch.equal(o, again) and torch.equal(state, same)
 
 
 # Kernels beside the gradient written out, in fp64. The decays' and beta's are not rounded to q's
@@ -246,8 +259,8 @@ def gradient_of(call, do, d_final=None):
     return calls.KdaBackward(*tensors, cu_seqlens, do, d_final, options)
 
 
-def gradients(call, seed=3, module="kda.portable.backward"):
-    """The call's gradients by the kernels of a module, and in fp64."""
+def gradients(call, seed=3, room="portable"):
+    """The call's gradients by the kernels of a room, and in fp64."""
     by_hand = submodule("kda.reference.backward")
     rng = torch.Generator().manual_seed(seed)
     device, d_final = call.q.device, None
@@ -255,10 +268,7 @@ def gradients(call, seed=3, module="kda.portable.backward"):
     if call.options.output_final_state:
         d_final = torch.randn(call.N, *call.state_shape, generator=rng).to(device)
     call = gradient_of(call, do, d_final)
-    if call.q.is_cuda:
-        stale = torch.full((2**22,), float("nan"), device=device)
-        del stale
-    found = computed(module, "kda_chunk_bwd", call)
+    found = by(room, "kda_chunk_bwd", call)
     exact = type(call)(*map(wide, call[:-1]), call.options)
     return found, by_hand.kda_chunk_bwd(exact)
 
@@ -296,67 +306,67 @@ SCALES = [(which, scale) for which in ("q", "k", "scale") for scale in (1e-6, 1e
 
 
 class Gradients(Problems):
-    check = staticmethod(check_gradients)
+    def check(self, call):
+        return check_gradients(call, room=self.room)
 
     @pytest.mark.parametrize("dtype, v_first", TYPED_STATES, ids=str)
     def test_packed_with_states(self, v_first, dtype):
-        x = kda_inputs(1, 147, 1, 2, 16, 24, dtype, "softplus", device=self.device)
+        x = self.inputs(1, 147, 1, 2, 16, 24, dtype, "softplus")
         x["cu_seqlens"] = ends(0, 66, 0, 81, device=self.device)
-        shape = (4, 2, 24, 16) if v_first else (4, 2, 16, 24)
-        x["initial_state"] = torch.randn(shape, device=self.device)
-        check_gradients(prompt(x, use_qk_l2norm=True, state_v_first=v_first))
+        x["initial_state"] = self.state(x, 4, 2, turned=v_first)
+        self.check(prompt(x, use_qk_l2norm=True, state_v_first=v_first))
 
     @pytest.mark.parametrize("gates", ["wild"] if INTERPRETING else ["softplus", "wild", "zero"])
     @pytest.mark.parametrize("which, scale", SCALES)
     def test_scales(self, which, scale, gates):
         """Without l2norm queries, keys or the scale far from 1, in dtypes of fp32's range."""
         dtype = torch.float32 if INTERPRETING else torch.bfloat16
-        x = kda_inputs(1, 70, 1, 1, 32, 16, dtype, gates, device=self.device)
+        x = self.inputs(1, 70, 1, 1, 32, 16, dtype, gates)
         x["k"] = F.normalize(x["k"].float(), dim=-1).to(dtype)
-        x["initial_state"] = torch.randn(1, 1, 32, 16, device=self.device)
+        x["initial_state"] = self.state(x)
         if which == "scale":
-            check_gradients(prompt(x, scale=scale))
-            check_gradients(prompt(x, scale=scale, use_qk_l2norm=True))
+            self.check(prompt(x, scale=scale))
+            self.check(prompt(x, scale=scale, use_qk_l2norm=True))
             return
         x[which] = x[which] * scale
         if which == "k" and scale > 1:  # or the rule diverges
             x["beta"] = (x["beta"] * scale**-2).to(dtype).float()
-        check_gradients(prompt(x))
+        self.check(prompt(x))
 
     @pytest.mark.parametrize("l2norm", [True, False])
     def test_betas(self, l2norm):
         """Of nothing, and next to it, among others."""
-        x = kda_inputs(1, 70, 1, 1, 16, 16, DTYPES[0], "slow", device=self.device)
+        x = self.inputs(1, 70, 1, 1, 16, 16, DTYPES[0], "slow")
         x["k"] = torch.nn.functional.normalize(x["k"].float(), dim=-1).to(DTYPES[0])
         x["beta"][:, ::3], x["beta"][:, 1::3] = 0, 1e-14
-        check_gradients(prompt(x, use_qk_l2norm=l2norm))
+        self.check(prompt(x, use_qk_l2norm=l2norm))
 
     def test_dbeta_is_rounded_once(self):
         """From fp32, to the dtype of beta: as if beta were in fp32."""
-        x = kda_inputs(1, 70, 1, 1, 32, 16, DTYPES[0], "bounded", device=self.device)
+        x = self.inputs(1, 70, 1, 1, 32, 16, DTYPES[0], "bounded")
         x["beta"] = x["beta"].to(DTYPES[0])
-        found, _ = gradients(prompt(x, use_qk_l2norm=True))
+        found, _ = gradients(prompt(x, use_qk_l2norm=True), room=self.room)
         x["beta"] = x["beta"].float()
-        wide_found, _ = gradients(prompt(x, use_qk_l2norm=True))
+        wide_found, _ = gradients(prompt(x, use_qk_l2norm=True), room=self.room)
         assert found[4].dtype == DTYPES[0] and wide_found[4].dtype == torch.float32
         assert torch.equal(found[4], wide_found[4].to(DTYPES[0]))
 
     def test_decayed_to_nothing(self):
         """What is next to nothing is not what is left of larger terms."""
-        x = kda_inputs(1, 70, 1, 1, 16, 16, torch.float32, "zero", device=self.device)
+        x = self.inputs(1, 70, 1, 1, 16, 16, torch.float32, "zero")
         x["g"] -= 9.0
-        found, wanted = gradients(prompt(x, use_qk_l2norm=True))
+        found, wanted = gradients(prompt(x, use_qk_l2norm=True), room=self.room)
         assert relative_error(found[3], wanted[3]) < 2e-3 and wanted[3].abs().max() < 1e-3
 
     def test_repeatable_and_alone(self):
         """The same bits again, and whatever else is in the batch."""
-        x = kda_inputs(1, 150, 1, 2, 32, 16, DTYPES[0], "bounded", device=self.device)
-        do = torch.randn(1, 150, 2, 16, device=self.device).to(DTYPES[0])
+        x = self.inputs(1, 150, 1, 2, 32, 16, DTYPES[0], "bounded")
+        do = torch.randn_like(x["v"])
 
         def run(x, do):
             options = {"use_qk_l2norm": True, "output_final_state": False}
             call = gradient_of(prompt(x, **options), do)
-            return computed("kda.portable.backward", "kda_chunk_bwd", call)[:5]
+            return by(self.room, "kda_chunk_bwd", call)[:5]
 
         x["cu_seqlens"] = ends(100, 50, device=self.device)
         whole = run(x, do)
@@ -471,11 +481,11 @@ class TestPrompts(Prompts):
     def test_scales(self, scale):
         """Of inputs in bf16, which has their range: A and P are products of fp16, which has not."""
         x = kda_inputs(1, 200, 1, 2, 128, 128, torch.bfloat16, "bounded", device="cuda")
-        check(prompt(x, use_qk_l2norm=True, scale=scale))
+        self.check(prompt(x, use_qk_l2norm=True, scale=scale))
 
     def test_repeatable(self):
         x = kda_inputs(1, 2000, 8, 8, 128, 128, torch.bfloat16, device="cuda")
-        first, again = (run(prompt(x, use_qk_l2norm=True)) for _ in "ab")
+        first, again = (self.run(prompt(x, use_qk_l2norm=True)) for _ in "ab")
         assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
 
 
