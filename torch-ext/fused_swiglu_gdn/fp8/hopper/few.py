@@ -5,6 +5,7 @@ added up in order by a second launch. How K is cut goes by the weights, so a tok
 beside any others, up to MOST.
 """
 
+import functools
 import math
 from typing import Callable, List, Optional, Sequence, Tuple
 
@@ -43,21 +44,26 @@ class Few:
     rows, plain: the numbers N_i of the weights' rows, and of those in bf16. whole: K is not cut.
     """
 
-    __slots__ = ("where", "shape", "strides", "sizes", "cut", "missing", "product", "add")
+    __slots__ = ("sizes", "make", "make_parts", "missing", "product", "add")
 
     def __init__(
         self, where: torch.device, lead: tuple, K: int, rows: Tuple[int, ...], whole: bool = False,
         plain: Tuple[int, ...] = (),
     ):  # fmt: skip
-        M, self.sizes, self.where = math.prod(lead), [*rows, *plain], where
+        M, self.sizes = math.prod(lead), [*rows, *plain]
         width, missing = sum(self.sizes), MAX_WEIGHTS - len(rows)
-        self.shape, self.missing = (*lead, width), missing
-        self.strides = torch.empty(self.shape, device="meta").stride()
+        self.missing, shape = missing, (*lead, width)
+        empty = functools.partial(torch.empty_strided, device=where)
+        strides = torch.empty(shape, device="meta").stride()
+        self.make = functools.partial(empty, shape, strides, dtype=torch.bfloat16)
+        self.make_parts: Optional[Callable] = None
         config = tuning.lookup("hopper_fp8_few", where, M=M, N=sum(rows))
         height, blocks, pdl = config["ROWS"], blocks_of(K), device.overlaps_launches(where)
         tiles = sum([-(-n // height) for n in rows])
         parts, size = 1 if whole else parts_of_k(where, rows, blocks), M * width
-        self.cut = (parts, size) if parts > 1 else None
+        if parts > 1:
+            fp32 = {"dtype": torch.float32}
+            self.make_parts = functools.partial(empty, (parts, size), (size, 1), **fp32)
         steps = math.gcd(config["STEPS"], -(-blocks // parts), blocks)
         early = (("launch_pdl", True),) if pdl else ()
         tiles += sum([-(-n // PLAIN_ROWS) for n in plain])
@@ -85,15 +91,15 @@ class Few:
         added: Optional[torch.Tensor] = None,
     ) -> List[torch.Tensor]:
         # the first stands for those that are missing; empty would cost the host half as much again
-        weights = (*weights, *weights[:1] * self.missing)
-        w_scales = (*w_scales, *w_scales[:1] * self.missing)
-        y = torch.empty_strided(self.shape, self.strides, dtype=torch.bfloat16, device=self.where)
-        if self.cut is None:
+        if self.missing:
+            weights = (*weights, *weights[:1] * self.missing)
+            w_scales = (*w_scales, *w_scales[:1] * self.missing)
+        y = self.make()
+        if self.make_parts is None:
             self.product(codes, scales, *weights, *w_scales, *plain, y)
             y = y if added is None else added + y
         else:
-            strides = (self.cut[1], 1)
-            parts = torch.empty_strided(self.cut, strides, dtype=torch.float32, device=self.where)
+            parts = self.make_parts()
             self.product(codes, scales, *weights, *w_scales, *plain, parts)
             self.add(parts, added, y)
         return [y] if len(self.sizes) == 1 else list(y.split_with_sizes(self.sizes, -1))

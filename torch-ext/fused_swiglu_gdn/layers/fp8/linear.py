@@ -33,12 +33,12 @@ def multiplied(
     if torch.is_grad_enabled():
         with torch.no_grad():
             return multiplied(lead, weights, x, codes, plain)
-    pairs = tuple([w.weight for w in weights]), tuple([w.scale for w in weights])
-    found = products(lead, *pairs, x, codes, plain)
+    tensors, scales, biases = zip(*weights)
+    found = products(lead, tensors, scales, x, codes, plain)
     if found is not None:
-        for weight, y in zip(weights, found):
-            if weight.bias is not None:
-                y.add_(weight.bias)
+        for bias, y in zip(biases, found):
+            if bias is not None:
+                y.add_(bias)
     return found
 
 
@@ -56,7 +56,7 @@ def forward_of(form: Fp8Form) -> Callable:
         if found is None:
             return own(self, input)
         if input.requires_grad and torch.is_grad_enabled():
-            return with_gradient(input, *found, weight.weight, weight.scale)
+            return with_gradient(input, *found, *weight[:2])
         return found[0]
 
     forward.__wrapped__ = own
@@ -70,9 +70,10 @@ def dequantised(linear: nn.Module, x: torch.Tensor) -> Optional[torch.Tensor]:
     if not FORMS or not takes(x, (DEQUANTISE.family, DEQUANTISE.name)):
         return None
     (found,) = weights_of((linear,), x)
-    if found is None or found.bias is not None:
+    if found is None:
         return None
-    return DEQUANTISE((found.weight, found.scale.float()))
+    weight, scale, bias = found
+    return None if bias is not None else DEQUANTISE((weight, scale.float()))
 
 
 def project(
@@ -84,7 +85,7 @@ def project(
     if FORMS.keys().isdisjoint(map(type, linears)) or not takes(x, MULTIPLY, unpatched):
         return None
     weights = weights_of(linears, x)
-    known = [w for w in weights if w is not None]
+    known = weights if None not in weights else [w for w in weights if w is not None]
     if not known:
         return None
     M, count = x.numel() // x.shape[-1], len(linears)

@@ -24,9 +24,9 @@ def weight_of_out(
     if not takes(x, MULTIPLY, unpatched) or K % BLOCK:
         return None
     (found,) = weights_of((linear,), x)
-    if found is None or found.weight.shape[1] != K:
+    if found is None or found[0].shape[1] != K:
         return None
-    return found if multiplies(found.weight, found.scale, x.shape[0] * x.shape[1]) else None
+    return found if multiplies(*found[:2], x.shape[0] * x.shape[1]) else None
 
 
 def gated(out: torch.Tensor, gate: torch.Tensor, linear: nn.Module) -> Optional[torch.Tensor]:

@@ -1,5 +1,6 @@
 """Weights and scales of an FP8Linear, looked at in every call."""
 
+from operator import itemgetter
 from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
@@ -22,19 +23,16 @@ class Fp8Form(NamedTuple):
 FORMS: Dict[type, Fp8Form] = {}  # by the classes of modules, served or not
 
 
-class Weight(NamedTuple):
-    """The parameters of an FP8Linear."""
-
-    weight: torch.Tensor  # [N, K] e4m3
-    scale: torch.Tensor  # [ceil(N / 128), ceil(K / 128)]
-    bias: Optional[torch.Tensor]
-
-
+# The parameters of an FP8Linear: [N, K] e4m3, [ceil(N / 128), ceil(K / 128)], and the bias
+Weight = Tuple[torch.Tensor, torch.Tensor, Optional[torch.Tensor]]
 SCHEME = ((BLOCK, BLOCK), "dynamic", None)  # that is served
 SCALES = (torch.float32, getattr(torch, "float8_e8m0fnu", torch.float32))
 PARAMETERS = ("weight", "weight_scale_inv", "bias")
 NAMED, LISTED = frozenset(PARAMETERS), list(SCHEME[0])
 NOT_OWN = frozenset((*PARAMETERS, *OWN))  # which hide parameters, or what a call of the class does
+_CALL = nn.Module.__call__
+_own = itemgetter("block_size", "activation_scheme", "_parameters", *HOOKS)
+_three = itemgetter(*PARAMETERS)
 
 
 def takes(x: torch.Tensor, operation: tuple = MULTIPLY, unpatched: bool = False) -> bool:
@@ -60,7 +58,7 @@ def scheme_of(linear: nn.Module) -> Tuple[object, object, object]:
     return block, attributes.get("activation_scheme"), scale
 
 
-def weights_of(
+def weights_of(  # noqa: C901  one function: three calls of each layer of each token
     linears: Sequence[Optional[nn.Module]], x: torch.Tensor, called: bool = False
 ) -> List[Optional[Weight]]:
     """Returns what each FP8Linear multiplies tokens by if its forward does no more, None of other
@@ -75,7 +73,8 @@ def weights_of(
     if learns and not called and x.requires_grad:
         return found
     for i, linear in enumerate(linears):
-        form = FORMS.get(type(linear))
+        kind = type(linear)
+        form = FORMS.get(kind)
         if form is None:
             continue
         if form.pinned is not pinned:  # those of one class have the same
@@ -85,24 +84,26 @@ def weights_of(
         attributes = linear.__dict__
         if not attributes.keys().isdisjoint(hiding):
             continue
-        if not called and (
-            any(map(attributes.get, HOOKS)) or type(linear).__call__ is not nn.Module.__call__
-        ):
+        try:
+            block, scheme, parameters, *hooks = _own(attributes)
+            weight, scale, bias = _three(parameters)
+        except KeyError:
             continue
-        block, scheme = attributes.get("block_size"), attributes.get("activation_scheme")
-        parameters = attributes["_parameters"]
-        scheme = scheme, parameters.get("activation_scale")
-        if block != SCHEME[0] and block != LISTED or scheme != SCHEME[1:]:
+        if not called and (any(hooks) or kind.__call__ is not _CALL):
             continue
-        weight, scale, bias = map(parameters.get, PARAMETERS)
+        if block != SCHEME[0] and block != LISTED or scheme != SCHEME[1]:
+            continue
+        if parameters.get("activation_scale") is not SCHEME[2]:
+            continue
         if type(weight) not in PLAIN_TENSORS or type(scale) not in PLAIN_TENSORS:
             continue
         if weight.element_size() > 1:  # turned into 16 bits or more
             continue
-        if bias is not None and (type(bias) not in PLAIN_TENSORS or bias.dtype is not x.dtype):
-            continue
-        if bias is not None and learns and bias.requires_grad:
-            continue
+        if bias is not None:
+            if type(bias) not in PLAIN_TENSORS or bias.dtype is not x.dtype:
+                continue
+            if learns and bias.requires_grad:
+                continue
         if not (weight.data_ptr() | scale.data_ptr()) & 15:
-            found[i] = tuple.__new__(Weight, (weight, scale, bias))
+            found[i] = (weight, scale, bias)
     return found
