@@ -15,6 +15,7 @@ from torch import nn
 DISPATCHERS = "transformers.integrations.hub_kernels"  # what stands before the torch functions
 
 
+@functools.lru_cache(maxsize=4096)
 def codes_in(code: CodeType) -> List[CodeType]:
     """A code object, and all that are inside of it."""
     found = [code]

@@ -12,7 +12,7 @@ from .attention_plans import planned
 from .code import Refused
 from .handed import Cache, Interface
 from .stand_ins import F64, SIZES, Opaque, Part, Raises, Read, name_of, same
-from .trial import Trial, alike, plain_values
+from .trial import Trial, alike
 
 
 class Case(NamedTuple):
@@ -140,8 +140,7 @@ class Learning(Trial):
     def numbers(self) -> List[int]:
         """Sizes that the forward reads; one may be the width of the tables, whatever that of the
         heads is."""
-        values = plain_values(self.module, self.facts.reads).values()
-        return [v for v in values if type(v) is int and v > 1]
+        return [v for v in self.facts.values.values() if type(v) is int and v > 1]
 
     # ------------------------------------------------------------------ what is learned
 

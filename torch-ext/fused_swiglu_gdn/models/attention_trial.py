@@ -38,7 +38,7 @@ from .stand_ins import (
     random,
     twin_of,
 )
-from .trial import alike, called, form_key, plain_values, sizes_of, toggles, why_odd_module
+from .trial import alike, called, form_key, sizes_of, toggles, why_odd_module
 
 # names that make a module one to look at
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -83,7 +83,7 @@ def attention_form(module: nn.Module) -> AttentionForm:
 def form_by(trial: type, module: nn.Module, facts: Facts):
     """The form that a trial of the module's forward gives; raises Refused."""
     kind = own_class(module)
-    values = plain_values(module, facts.reads - {"training"})  # both are tried
+    values = facts.values_but("training")  # both are tried
     norms = _norms_of(module)
     key = (trial, kind, facts.pinned, _parts_key(module), module.config.__class__)
     key += tuple((n, _norm_key(module._modules[n], form)) for n, form in norms.items())

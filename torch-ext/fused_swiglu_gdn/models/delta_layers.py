@@ -12,7 +12,6 @@ from ..layers.pinned import found_at
 from ..layers.plain import why_not_tensor
 from .code import Refused, why_odd_class
 from .facts import Facts
-from .trial import plain_values
 
 
 def is_depthwise(part: nn.Module) -> bool:
@@ -30,7 +29,7 @@ def refuse_hooks(kind: type, conv: str) -> None:
 def refuse_reads(module: nn.Module, kind: type, facts: Facts, *more: str) -> None:
     """Raises Refused for a forward that reads what no guard can compare, or whose class is odd."""
     known = {*module._modules, *module._parameters, "training"}
-    for path in sorted(facts.reads.difference(plain_values(module, facts.reads))):
+    for path in sorted(facts.reads.difference(facts.values)):
         name = path.split(".")[0]
         if name not in known and (found_at(module, path) is not None or not hasattr(module, name)):
             raise Refused(f"its forward reads {path}")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..layers.own_code import codes_in, peeled
-from ..layers.pinned import PLAIN_VALUES, SPACES
+from ..layers.pinned import ABSENT, CONTAINERS, PLAIN_VALUES, SPACES, Frozen, found_at
 from ..layers.pins import Code, names_in, words_in, wrapped_in
 from .code import Refused, signature_of
 from .trust import code_of
@@ -59,6 +59,7 @@ class Facts:
         found.update(dict.fromkeys([n for n in known.asked if is_absent(module, n)]))
         parts, tensors = module._modules, {*module._parameters, *module._buffers}
         self.reads: Set[str] = {*found, *known.names.intersection(tensors)}
+        self.values = _compared(module, self.reads, found)
         self.parts = known.names.intersection(parts)
         self.parts |= {n for n, v in module.__dict__.items() if n in known.names and _calls(n, v)}
         # weights or biases of these parts
@@ -68,6 +69,26 @@ class Facts:
         # numbers that may be the rate of a dropout
         numbers = [n for n, v in found.items() if type(v) is float and "." not in n]
         self.rates = frozenset(numbers if "dropout" in self.names else ())
+
+    def values_but(self, *names: str) -> dict:
+        """`values` of other paths than these."""
+        return {path: value for path, value in self.values.items() if path not in names}
+
+
+def _compared(module: nn.Module, reads: Set[str], found: dict) -> dict:
+    """The values of those attributes that a call can compare, by their paths: numbers, words, flags
+    and None, the contents of containers, and other objects but tensors and parts."""
+    values = {}
+    for path in sorted(reads):
+        if "." not in path and is_absent(module, path):
+            values[path] = ABSENT
+            continue
+        value = found[path] if path in found else found_at(module, path)
+        if type(value) in CONTAINERS:
+            values[path] = Frozen(value)
+        elif not isinstance(value, (torch.Tensor, nn.Module)) and not callable(value):
+            values[path] = value
+    return values
 
 
 def is_absent(module: nn.Module, name: str) -> bool:

@@ -21,7 +21,7 @@ from .facts import read
 from .gdn_trial import Roles, found_by, width_of
 from .serving import own_class
 from .stand_ins import features
-from .trial import form_key, plain_values, remembered
+from .trial import form_key, remembered
 
 
 class Family(NamedTuple):
@@ -138,7 +138,7 @@ def _form(module: nn.Module, parts: Parts) -> GdnForm:
     view = tuple(_view(module, names, values))
     read_by_ours = {*values, "training", found.roles.index, f"{names['conv1d']}.bias"}
     read_by_ours -= {name for name, *_ in view}
-    guards = plain_values(module, facts.reads - read_by_ours)
+    guards = facts.values_but(*read_by_ours)
     KNOWN[kind] = Known(facts.pinned, found.arguments.own)
     ours = getattr(layers, parts.layer)
     return GdnForm(ours, kind, *found[1:], tuple(guards.items()), view)
@@ -161,9 +161,9 @@ def _view(module: nn.Module, names: dict, values: dict) -> Iterator[tuple]:
 
 
 def _found(module: nn.Module, kind: type, facts, parts: Parts) -> Found:
-    numbers = [n for n, v in plain_values(module, facts.reads).items() if type(v) is int]
+    numbers = [n for n, v in facts.values.items() if type(v) is int]
     index = next((n for n in ("layer_idx", *numbers) if n in numbers and "idx" in n), "layer_idx")
-    values = plain_values(module, facts.reads - {"training", index})
+    values = facts.values_but("training", index)
     refuse_reads(module, kind, facts)
     shapes = [(n, type(p), features(p)) for n, p in module._modules.items()]
     shapes += [(n, told(p, "shape")) for n, p in module._parameters.items()]

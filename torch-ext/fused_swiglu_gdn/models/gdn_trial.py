@@ -13,7 +13,6 @@ from ..runtime.device import pretending
 from .delta_trial import EPS, DeltaTrial, Found, Packing
 from .handed import put
 from .stand_ins import Part, quiet, random, twin_of
-from .trial import plain_values
 
 
 class Roles(NamedTuple):
@@ -39,8 +38,7 @@ class _Trial(DeltaTrial):
     def __init__(self, module: nn.Module, kind: type, facts, roles: Roles):
         super().__init__(module, kind, facts)
         self.roles = roles
-        numbers = plain_values(module, facts.reads).items()
-        sizes = {name for name, value in numbers if type(value) is int}
+        sizes = {name for name, value in facts.values.items() if type(value) is int}
         self.small = sizes <= {*dict(roles.values), roles.index}
 
     # -- stand-ins

@@ -21,7 +21,6 @@ from .facts import Facts
 from .handed import put
 from .kda_flows import Flows, rescaled
 from .stand_ins import Part, quiet, random, twin_of
-from .trial import plain_values
 
 # gates on both sides of what they bend at, and one whose exponential fp32 has not
 BIASES = (-30.0, 100.0, 0.5, 25.0, -1.0, 2.0, 14.0, -8.0)
@@ -192,7 +191,7 @@ class _Trial(DeltaTrial):
         """Values of numbers that the forwards read, by their paths."""
         found = {}
         for each in self.inner.values():
-            for name, value in plain_values(each.module, each.facts.reads).items():
+            for name, value in each.facts.values.items():
                 path = each.below(name)
                 if type(value) in (int, float) and value < 0:
                     found[path] = self.bound
@@ -302,7 +301,7 @@ class _Trial(DeltaTrial):
         """Attributes of some types that the forwards read, by their paths."""
         found = {}
         for each in self.inner.values():
-            for name, value in plain_values(each.module, each.facts.reads).items():
+            for name, value in each.facts.values.items():
                 if type(value) in kinds:
                     found[each.below(name)] = value
         return found

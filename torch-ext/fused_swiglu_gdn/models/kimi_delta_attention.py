@@ -22,7 +22,7 @@ from .facts import read
 from .kda_trial import Inner, Layout, found_by, index_of
 from .serving import own_class
 from .stand_ins import features
-from .trial import form_key, plain_values, remembered
+from .trial import form_key, remembered
 
 LAYER = "KimiDeltaAttention"
 USUAL = {"conv1d", "forget_gate", "o_norm"}  # parts of a module that the report has a row for
@@ -119,8 +119,8 @@ def _form(module: nn.Module, layout: Layout) -> KdaForm:
     ours = {found.roles.index, found.roles.bound, "training", f"{layout.conv}.bias"}
     owners = []
     for each in inner:
-        names = [n for n in each.facts.reads if each.below(n) not in ours]
-        guards = tuple(plain_values(each.module, names).items())
+        values = each.facts.values.items()
+        guards = tuple([(n, v) for n, v in values if each.below(n) not in ours])
         owners.append(Owner(each.path, each.kind, each.facts.pinned, guards))
     return KdaForm(inner[0].kind, *found[1:], tuple(owners), found.roles)
 
@@ -145,8 +145,7 @@ def _found(layout: Layout, inner: Tuple[Inner, ...]) -> Found:
     """The roles of a layer's parts and arguments, remembered for the layers of a class."""
     values = {}
     for each in inner:
-        found = plain_values(each.module, each.facts.reads)
-        values.update((each.below(name), value) for name, value in found.items())
+        values.update((each.below(name), v) for name, v in each.facts.values.items())
     code = tuple([(each.path, each.kind, each.facts.pinned.codes) for each in inner])
     if code not in _indices:
         _indices[code] = index_of(layout, inner)

@@ -36,7 +36,6 @@ from .trial import (
     called,
     form_key,
     modes_of,
-    plain_values,
     refuse_odd_module,
     remembered,
     sizes_of,
@@ -73,7 +72,7 @@ def layer_form(module: nn.Module) -> LayerForm:
     """The form of a decoder layer; raises Refused with the reason why it is none of ours."""
     kind = own_class(module)
     facts = read(kind, module)
-    values = plain_values(module, facts.reads - {"training"})
+    values = facts.values_but("training")
     modules = {n: m for n, m in module._modules.items() if m is not None}
     plain = {n for n, m in modules.items() if is_identity(m)}
     norms = {n for n, m in modules.items() if n not in plain and norm_in(m) is not None}

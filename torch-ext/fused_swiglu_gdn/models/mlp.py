@@ -39,7 +39,6 @@ from .trial import (
     form_key,
     modes_of,
     only_argument,
-    plain_values,
     remembered,
     sizes_of,
 )
@@ -88,7 +87,7 @@ def gated_mlp(module: nn.Module) -> Optional[Tuple[str, Optional[str], Optional[
 def _form(module: nn.Module) -> Form:
     kind = own_class(module)
     facts = read(kind, module)
-    values = plain_values(module, facts.reads - facts.rates - {"training"})
+    values = facts.values_but(*facts.rates, "training")
     biased = [
         (n, module._modules[n].bias is not None) for n in sorted(_read_directly(module, facts))
     ]

@@ -34,7 +34,7 @@ from .facts import Facts, read
 from .router_trial import DTYPES, Choice, find_choice, shapes_of, weight_among
 from .serving import own_class, why_not_on
 from .stand_ins import features, has_form_of, mixed, quiet, random, result_of, twin_of
-from .trial import form_key, modes_of, only_argument, plain_values, refuse_odd_module, remembered
+from .trial import form_key, modes_of, only_argument, refuse_odd_module, remembered
 from .trial import sizes_of as tokens_of
 
 
@@ -107,7 +107,7 @@ def form_of(module: nn.Module) -> Optional[Form]:
     else:
         return None
     facts = read(kind, module)
-    argument, values = only_argument(facts), plain_values(module, facts.reads - {"training"})
+    argument, values = only_argument(facts), facts.values_but("training")
     for name in sorted(facts.reads):
         if name not in values and name != "training" and name not in dict(parts):
             raise Refused(f"its forward reads {name}, which is no number, word or flag")

@@ -27,7 +27,6 @@ from .trial import (
     form_key,
     modes_of,
     only_argument,
-    plain_values,
     refuse_odd_module,
     remembered,
     sizes_of,
@@ -72,7 +71,7 @@ def norm_form(module: nn.Module) -> NormForm:
     if list(map(len, shapes.values())) not in ([], [1]):
         raise Refused(f"it has parameters {', '.join(shapes)}")
     facts, weight = read(kind, module), next(iter(shapes), None)
-    values = plain_values(module, facts.reads)
+    values = facts.values
     eps, kept = _eps_among(module, values), dict(values)
     kept.pop(eps, None)
     key = (weight, facts.named and shapes.get(weight), *form_key(module, kind, facts, kept))

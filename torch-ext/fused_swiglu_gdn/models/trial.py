@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from ..layers.forward import Arguments, Word
-from ..layers.pinned import ABSENT, CONTAINERS, PLAIN_VALUES, Frozen, found_at
+from ..layers.pinned import PLAIN_VALUES, Frozen
 from .code import Refused, members_of, why_odd_class
-from .facts import Facts, is_absent
+from .facts import Facts
 from .handed import Watched
 from .stand_ins import (
     Opaque,
@@ -36,26 +36,10 @@ def only_argument(facts: Facts) -> str:
     return needed[0]
 
 
-def plain_values(module: nn.Module, reads: Iterable[str]) -> dict:
-    """The values of those attributes that a call can compare, by their paths: numbers, words, flags
-    and None, the contents of containers, and other objects but tensors and parts."""
-    values = {}
-    for path in sorted(reads):
-        if "." not in path and is_absent(module, path):
-            values[path] = ABSENT
-            continue
-        value = module.__dict__[path] if path in module.__dict__ else found_at(module, path)
-        if type(value) in CONTAINERS:
-            values[path] = Frozen(value)
-        elif not isinstance(value, (torch.Tensor, nn.Module)) and not callable(value):
-            values[path] = value
-    return values
-
-
 def sizes_of(module: nn.Module, facts: Facts, width: int = 1) -> list:
     """Numbers of tokens of this width to try: usual ones, and those at and above each whole number
     that is read, as far as memory allows."""
-    values = [v for v in plain_values(module, facts.reads).values() if type(v) is int]
+    values = [v for v in facts.values.values() if type(v) is int]
     usual = {1, 2, 7, 65, LONG, *(MORE_TOKENS if facts.named else ())}
     near = {n for v in values if 1 < v <= MOST_TOKENS for n in (v, v + 1)}
     return sorted([n for n in usual | near if n < 10 or n * width <= MOST_NUMBERS])
