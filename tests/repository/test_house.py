@@ -28,7 +28,6 @@ KERNELS = ("portable", "hopper")
 SHARED = ("chunks", "call")
 API = 4
 MAX_FILE, MAX_KERNEL, MAX_FUNCTION = 350, 150, 60
-WITH_LONGER_FILES, LONGER = ("layers", "decoding", "models"), 400
 # Parameters. On the host more are a call (gdn/call.py); a kernel can take no object.
 MOST, MOST_OF_A_KERNEL = 20, 36
 
@@ -155,10 +154,9 @@ def exported() -> list:
 
 @every_room
 def test_sizes(room):
-    longest = LONGER if room in WITH_LONGER_FILES else MAX_FILE
     for path in files_of(room):
         text = path.read_text()
-        assert len(text.splitlines()) <= longest, f"{path} is longer than {longest} lines"
+        assert len(text.splitlines()) <= MAX_FILE, f"{path} is longer than {MAX_FILE} lines"
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef):
                 limit = MAX_KERNEL if is_kernel(node) else MAX_FUNCTION

@@ -15,6 +15,7 @@ from torch import nn
 from ..attention import ops
 from ..attention.api import attention_with_kvcache, fused_qk_norm_rope, sigmoid_gate
 from ..runtime import device, dispatch
+from ..runtime.dtypes import HALF
 from .forward import Arguments, Interface, Value, Word, Words, forward_by
 from .fp8 import out as fp8_out
 from .fp8.weights import FORMS as FP8_FORMS
@@ -30,7 +31,6 @@ GATES, NORMS = (False, True), ("none", "head", "all")
 # tables (GLM); neighbours, by tables that have their channels side by side (GLM-4V); half a head
 # apart, by tables with one angle for both (gpt-oss)
 ROTARY = ("halves", "pairs", "channels", "angles")
-SIXTEEN = (torch.bfloat16, torch.float16)
 KERNEL = (ops.FAMILY, "kvcache_attention")
 FEW = 8  # tokens of a round of drafts, of which each has a mask of its own
 # with any of these SDPA does something else than attention by its mask
@@ -272,7 +272,7 @@ def _decodes(function, q, k, v, mask, past, slots, words: dict, rest: dict) -> O
     a plan for each new length, some 40 ms; that was measured on Hopper alone.
     """
     B, T, _, D = q.shape
-    if past is None or q.dtype not in SIXTEEN or D > 256:
+    if past is None or q.dtype not in HALF or D > 256:
         return None
     if T > 1 and (B > 1 or slots is None or mask is None):
         return None
@@ -280,10 +280,11 @@ def _decodes(function, q, k, v, mask, past, slots, words: dict, rest: dict) -> O
         return None
     if words.get("dropout") or rest.get("dropout") or not by_torch(function, words, rest):
         return None
+    forced = dispatch.forced is not None
     if slots is not None:
-        serves = mask is not None and _has_kernel(q.device)
+        serves = mask is not None and (forced or dispatch.has_kernels_at(*KERNEL, q.device))
     else:
-        serves = _fits(q, k, v, mask) and (dispatch.forced is not None or _makes_plans(q.device))
+        serves = _fits(q, k, v, mask) and (forced or _makes_plans(q.device))
     return (attention_with_kvcache if T == 1 else _few_attended) if serves else None
 
 
@@ -313,10 +314,6 @@ def _fits(q, k, v, mask) -> bool:
     ):
         return False
     return k.stride(3) == v.stride(3) == 1 and HQ % k.shape[1] == 0
-
-
-def _has_kernel(where: torch.device) -> bool:
-    return dispatch.forced is not None or dispatch.has_kernels_at(*KERNEL, where)
 
 
 def _makes_plans(where: torch.device) -> bool:

@@ -19,7 +19,8 @@ from torch import nn
 from ..attention import ops
 from ..attention.api import fused_latent_norm_rope, latent_attention_with_kvcache
 from ..runtime import dispatch
-from .attention import SIXTEEN, Updates, by_torch
+from ..runtime.dtypes import HALF
+from .attention import Updates, by_torch
 from .forward import Arguments, Interface, Value, Word, Words, forward_by
 from .fp8.linear import dequantised
 from .fp8.weights import weights_of
@@ -208,7 +209,7 @@ def _weight(linear: nn.Module, x: torch.Tensor) -> Optional[torch.Tensor]:
 def _has_kernels(x: torch.Tensor, C: int, R: int) -> bool:
     if dispatch.forced is not None:
         return True
-    fits = x.dtype in SIXTEEN and C in LATENTS and R in ROTATED
+    fits = x.dtype in HALF and C in LATENTS and R in ROTATED
     return fits and dispatch.has_kernels_at(*KERNEL, x.device)
 
 

@@ -11,7 +11,8 @@ from ..layers.positions import POSITION_SCALE, scale_by_position
 from .attention_plans import planned
 from .code import Refused
 from .handed import Cache, Interface
-from .stand_ins import F64, SIZES, Opaque, Part, Raises, Read, name_of, same
+from .opaque import Opaque, Read, name_of
+from .stand_ins import F64, SIZES, Part, Raises, same
 from .trial import Trial, alike
 
 

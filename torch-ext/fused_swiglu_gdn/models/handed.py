@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from ..layers.pinned import found_at
-from .stand_ins import Opaque, name_of, random
+from .opaque import Opaque, name_of
+from .stand_ins import random
 
 
 class Cache(Opaque):

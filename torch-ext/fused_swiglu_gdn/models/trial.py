@@ -12,15 +12,8 @@ from ..layers.pinned import PLAIN_VALUES, Frozen
 from .code import Refused, members_of, why_odd_class
 from .facts import Facts
 from .handed import Watched
-from .stand_ins import (
-    Opaque,
-    Opaques,
-    Raises,
-    Read,
-    name_of,
-    refuse_changes,
-    same,
-)
+from .opaque import Opaque, Opaques, Read, name_of
+from .stand_ins import Raises, refuse_changes, same
 
 LONG, MOST_TOKENS, MOST_NUMBERS = 4100, 8192, 1 << 18  # of an input
 MORE_TOKENS = (3, 4, 8, 9, 16, 17, 32, 64, 128, 256, 512, 1000, 1024, 2049, 8192)  # of other code
