@@ -20,11 +20,10 @@ from typing import Callable, List
 
 HERE = Path(__file__).resolve().parent
 FILE = HERE / "outcomes.json"
-EQUAL = ("equal", "both refuse", "transformers alone refuses", "not run")
+EQUAL = ("equal", "both refuse", "transformers alone refuses")
 CELLS = {
     "equal": "=", "equal, by its own forwards": "own", "equal, by replays": "= graph",
     "both refuse": "both refuse", "transformers alone refuses": "= alone",
-    "not run": "?",
 }  # fmt: skip
 
 
@@ -118,7 +117,6 @@ function in fp64.
 | own | equal: the modules run their own forwards in this use |
 | = alone | transformers alone raises an error here, and the kernelized model gives a result |
 | both refuse | transformers alone and the kernelized model raise the same error |
-| ? | not run for this page; tests run a share of the pairs each day |
 | refuses | the kernelized model raises the error of the note |
 
 A number in brackets is a note at the end of the page: an error, what a pair needs to be run, or a
