@@ -434,8 +434,9 @@ trap(old_and_new_keyword(forms.cache_renamed_own_decorator), kinds=WITH_CACHE,
 @trap(kinds=WITH_CACHE)
 def old_keyword_without_decorator(unit):
     """It travels on in kwargs, and the cache stays empty."""
-    rename_arguments(unit, {"past_key_values": "cache", "cache_params": "cache"})
-    unit.arguments = {old: new for old, new in unit.arguments.items() if new != "cache"}
+    names = {"past_key_values": "cache", "cache_params": "cache", "cache": "kept"}
+    renamed = rename_arguments(unit, names)
+    unit.arguments = {old: new for old, new in unit.arguments.items() if old not in renamed}
 
 
 # ---------------------------------------------------------------------------- of one kind
