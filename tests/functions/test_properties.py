@@ -30,31 +30,25 @@ UNLIKE = {  # by a use, what it does not ask for
 }
 
 
-QUICK = [n for n, use in FUNCTION_USES.items() if not use.slow]
-ASKED = [(use, PROBLEMS) for use in QUICK] + [
-    (use, FORMS) for use in QUICK if use not in PROBLEMS_ALONE
-]
-
-
-@pytest.mark.parametrize(
-    "use, of", ASKED, ids=[use if of is PROBLEMS else f"{use}, forms" for use, of in ASKED]
-)
+@every_problem
 @pytest.mark.parametrize("device", DEVICES)
-def test_uses(use, of, device):
+def test_uses(name, device):
     """tests/crossings/uses_functions.py; equal to the function in fp64, or refused as the page of
     crossings says."""
     import table
 
-    run, wrong = FUNCTION_USES[use], []
-    for name, problem in of.items():
-        if not run.only(problem) or name in UNLIKE.get(use, ()):
+    wrong = []
+    for use, run in FUNCTION_USES.items():
+        if run.slow or not run.only(EVERY[name]) or name in UNLIKE.get(use, ()):
+            continue
+        if name in FORMS and use in PROBLEMS_ALONE:
             continue
         found = outcome_of(run, name, torch.float32, device)
         said = table.outcomes().get(f"{name}: {use}", "equal")
         if name in REFUSED.get(use, ()) and table.kind(found) == "refuses":
             continue
         if not table.may_be(found, said, device):
-            wrong.append(f"{name}: {found}")
+            wrong.append(f"{use}: {found}")
     assert not wrong, "\n".join(wrong)
 
 
