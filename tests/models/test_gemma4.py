@@ -14,7 +14,7 @@ pytest.importorskip("transformers.models.gemma4")
 FORMS = {
     "values are keys": {"attention_k_eq_v": True},
     "values of their own": {"attention_bias": True},
-    # with output_router_logits transformers 5.24 does not slice inputs of layers that it has not got
+    # output_router_logits: else transformers 5.24 slices inputs of layers, which are not there
     "shared": {
         "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "output_router_logits": True,
     },

@@ -167,7 +167,9 @@ def serve(
     name = activation(mlp, roles)
     if name is None:
         return None
-    found = projections(mlp, roles)
+    gate = attributes["_modules"].get(roles.gate)
+    around = gate is not None and "forward" in gate.__dict__  # shards, and what else is not plain
+    found = None if around else projections(mlp, roles)
     if found is None:
         return _of_others(mlp, x, roles, name)
     down = attributes["_modules"].get(roles.down)

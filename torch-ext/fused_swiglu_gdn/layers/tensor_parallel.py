@@ -8,7 +8,7 @@ over ranks of down_r(act(gate_r(x)) * up_r(x)): one sum in the forward, and one 
 They are recognised by those placements alone.
 """
 
-import operator
+import functools
 from types import CellType, FunctionType, MethodType
 from typing import Callable, NamedTuple, Optional, Tuple
 from weakref import WeakKeyDictionary, ref
@@ -24,13 +24,10 @@ from ..projection.project import project
 from ..runtime.dtypes import HALF
 from ..swiglu.api import fused_swiglu, fused_swiglu_mlp, silu_mul
 from .own_code import cells_of, is_in_its_file
-from .plain import HOOKS, PLAIN_TENSORS
+from .plain import PLAIN_TENSORS
 
 HOME = "transformers.distributed.tensor_parallel"
 OWN = "original_forward"  # the variable of the forward around that holds the module's own
-
-
-NOTHING = ((), (), None)
 
 
 def own_of_shards(module: nn.Module, forward: object) -> Optional[MethodType]:
@@ -74,37 +71,52 @@ class Shards(NamedTuple):
         ])  # fmt: skip
 
 
-HIDDEN = {"weight", "bias", "_call_impl", "_hf_hook"}  # what would stand before the module's own
-
-# by gate: the forwards that were looked at, the parameters, and its Shards, which are read in every
-# call. A forward holds its module, which would never be freed; of parameters torch moves none that
-# has a weak reference
+# by gate: the forward, weight and bias of each of the three as they were looked at, and their
+# Shards, which are read in every call. A forward holds its module, which would never be freed; of
+# parameters torch moves none that has a weak reference
 _found: WeakKeyDictionary = WeakKeyDictionary()
+
+
+def _is_bare(attributes: dict) -> bool:
+    """True if a call of the module is one of its forward, with the parameters that it has."""
+    return not (
+        attributes["_forward_hooks"]
+        or attributes["_forward_pre_hooks"]
+        or attributes["_backward_hooks"]
+        or attributes["_backward_pre_hooks"]
+        or "weight" in attributes
+        or "bias" in attributes
+        or "_call_impl" in attributes
+        or "_hf_hook" in attributes
+    )
 
 
 def shards(gate: object, up: object, down: object) -> Optional[Shards]:
     """The shards of an MLP whose three projections are these modules, or None."""
-    forwards, parameters = [], []
-    for module in (gate, up, down):
-        if type(module) is not nn.Linear:
-            return None
-        attributes = module.__dict__
-        if any(map(attributes.get, HOOKS)) or not HIDDEN.isdisjoint(attributes):
-            return None
-        own = attributes["_parameters"]
-        forwards.append(attributes.get("forward"))
-        parameters += own.get("weight"), own.get("bias")
-    if None in forwards:
+    if not type(gate) is type(up) is type(down) is nn.Linear:
         return None
-    references, known, found = _found.get(gate, NOTHING)
-    if found is not None and all(map(operator.is_, known, parameters)):
-        first, second, third = references
-        if [first(), second(), third()] == forwards:  # functions: equal if they are the same
-            return found
-    found = _shards(gate, up, down)
-    if found is not None:
-        _found[gate] = list(map(ref, forwards)), parameters, found
+    spaces = gate.__dict__, up.__dict__, down.__dict__
+    known, found = _found.get(gate, ((None,) * 3, None))
+    for attributes, before in zip(spaces, known):
+        if not _is_bare(attributes):
+            return None
+        if found is not None:
+            forward, weight, bias = before
+            own = attributes["_parameters"]
+            if attributes.get("forward") is not forward() or own.get("weight") is not weight:
+                found = None
+            elif own.get("bias") is not bias:
+                found = None
+    if found is None:
+        found = _shards(gate, up, down)
+        if found is not None:
+            _found[gate] = tuple(map(_as_it_is, spaces)), found
     return found
+
+
+def _as_it_is(attributes: dict) -> tuple:
+    own = attributes["_parameters"]
+    return ref(attributes["forward"]), own.get("weight"), own.get("bias")
 
 
 def _shards(gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> Optional[Shards]:
@@ -171,6 +183,23 @@ def _is_plain(x: Tensor) -> bool:
     return type(x.to_local().detach()) in PLAIN_TENSORS
 
 
+@functools.cache
+def _by_sums() -> object:
+    """What torch's all_reduce hands to the group where the caller waits for the sum."""
+    options = dist.AllreduceOptions()
+    if hasattr(options, "asyncOp"):  # from torch 2.8 on
+        options.asyncOp = False
+    return options
+
+
+def sum_over_ranks(y: Tensor, group: object) -> None:
+    """Sums y over the ranks, in place: dist.all_reduce without its checks, which take the host
+    longer than what it hands over."""
+    work = group.allreduce([y], _by_sums())
+    if work is not None:
+        work.wait()
+
+
 class _Copies(torch.autograd.Function):
     """The identity of x, a copy of which is on every rank: its gradient is the sum over ranks."""
 
@@ -183,7 +212,7 @@ class _Copies(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient):
         total = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
+        sum_over_ranks(total, ctx.group)
         return total, None
 
 
@@ -193,7 +222,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, group):
         ctx.mark_dirty(y)
-        dist.all_reduce(y, group=group)
+        sum_over_ranks(y, group)
         return y
 
     @staticmethod
@@ -232,7 +261,7 @@ def mlp_on_shards(x: Tensor, found: Shards, activation: str) -> Tensor:
         w_gate, w_up, w_down, b_gate, b_up, b_down = parts
         z = _gated(x, w_gate, w_up, b_gate, b_up, activation)
         y = _part(z, w_down)
-        dist.all_reduce(y, group=found.group)
+        sum_over_ranks(y, found.group)
         y = y if b_down is None else y.add_(b_down)
         return y if y.dtype is z.dtype else y.to(z.dtype)
     w_gate, w_up, w_down, b_gate, b_up, b_down = found.local()
@@ -243,5 +272,5 @@ def mlp_on_shards(x: Tensor, found: Shards, activation: str) -> Tensor:
     if torch.is_grad_enabled():
         y = _Sum.apply(y, found.group)
     else:
-        dist.all_reduce(y, group=found.group)
+        sum_over_ranks(y, found.group)
     return y if b_down is None else y + b_down
