@@ -15,7 +15,9 @@ pytestmark = pytest.mark.usefixtures("trusts_all")
 moe = pytest.importorskip("transformers.integrations.moe")
 experts = submodule("models.experts")
 NAME = "fused_swiglu_gdn"
-OTHER_FORMULA = ("MuseSparkExperts", "NemotronHExperts")
+OTHER_FORMULA = (
+    "Inkling2Experts", "Inkling2LoopExperts", "MuseSparkExperts", "NemotronHExperts",
+)  # fmt: skip
 
 
 @pytest.fixture
