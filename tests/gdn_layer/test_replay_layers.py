@@ -120,8 +120,7 @@ def test_two_layers_of_which_one_runs(kernel):
     with torch.no_grad():
         for _ in range(3):
             want, found = (
-                m.model.layers[0].linear_attn(extra, c)
-                for m, c in zip(x.models, x.caches)
+                m.model.layers[0].linear_attn(extra, c) for m, c in zip(x.models, x.caches)
             )
             assert_close(found, want)
     x.feed(1, ROWS)
