@@ -1,7 +1,6 @@
 """Is a refactored module still served, and never wrongly?
 
-    python tests/refactors.py [--jobs 2] [--kind mlp ...] [--family llama ...] [--every N]
-    python tests/refactors.py --case llama.mlp.temporaries     # its source, and why it is left
+    python tests/refactors.py [--kind mlp ...] [--family llama ...] [--every N]
 
 Classes of transformers' models are rewritten, by the functions of refactor_forms.py, so that they
 compute the same: a case counts only if the modules of the new class, without the package, give the
@@ -15,7 +14,6 @@ import argparse
 import collections
 import contextlib
 import copy
-import multiprocessing
 import sys
 import time
 import warnings
@@ -192,8 +190,7 @@ def served_originals(model, kinds) -> Iterator:
             yield subject
 
 
-def work(arguments) -> List[Result]:
-    family, options = arguments
+def work(family: str, options) -> List[Result]:
     warnings.filterwarnings("ignore")
     from transformers.utils import logging
 
@@ -226,62 +223,20 @@ def table(results: List[Result]) -> str:
     return "\n".join(lines)
 
 
-def found(name: str, subject):
-    """(unit, module) of a case by the rest of its name: REFACTOR, mutant~N or trap~NAME."""
-    kind, _, label = name.partition("~")
-    if kind == "trap":
-        return next(traps.traps(subject, False, [label]))[1:]
-    if kind == "mutant":
-        unit, what, _ = traps.mutated(subject, int(label))
-        print(f"# mutated: {what}")
-        return unit, traps.built(unit)
-    return built(name, subject, False)
-
-
-def show(options) -> int:
-    """One case: its source and what comes of it."""
-    family, kind, name = options.case.split(".", 2)
-    for subject in cases.Model(family).subjects(cases.KINDS):
-        if subject.name != f"{family}.{kind}":
-            continue
-        unit, module = found(name, subject)
-        print(unit.source())
-        if "~" not in name and not is_case(module, unit):
-            print("it computes something else: no case")
-        else:
-            print(*examine(module, unit))
-    return 0
-
-
 def parsed(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--kind", nargs="+", default=cases.KINDS, choices=cases.KINDS)
     parser.add_argument("--family", nargs="+", default=cases.FAMILIES)
-    parser.add_argument("--case", metavar="NAME", help="shows one, e.g. llama.mlp.temporaries")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="every N-th of all")
-    parser.add_argument("--jobs", type=int, default=1)
     return parser.parse_args(arguments)
-
-
-def every_result(options) -> Iterator[Result]:
-    tasks = [(family, options) for family in options.family]
-    if options.jobs == 1:
-        for task in tasks:
-            yield from work(task)
-        return
-    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
-        for found in pool.imap(work, tasks):
-            yield from found
 
 
 def main() -> int:
     options = parsed()
     warnings.filterwarnings("ignore")
     load_package()
-    if options.case:
-        return show(options)
     start, results = time.time(), []
-    for result in every_result(options):
+    for result in (each for family in options.family for each in work(family, options)):
         results.append(result)
         if not result.mutant or result.state == "WRONG":
             print(f"{result.state:7}{result.name:60} {result.reason[:150]}".rstrip(), flush=True)
