@@ -29,7 +29,7 @@ SHARED = ("chunks", "call")
 API = 4
 MAX_FILE, MAX_KERNEL, MAX_FUNCTION = 350, 150, 60
 # Parameters. On the host more are a call (gdn/call.py); a kernel can take no object.
-MOST, MOST_OF_A_KERNEL = 20, 36
+MOST, MOST_OF_A_KERNEL = 17, 36
 
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "_ops.py")
 OWN = [path.relative_to(PACKAGE).with_suffix("").parts[0] for path in FILES]

@@ -34,21 +34,20 @@ def turned(x: Tensor, interleaved: bool) -> Tensor:
     return torch.cat([-second, first], dim=-1)
 
 
-def _by_channel(table: Tensor, interleaved: bool) -> Tensor:
-    """A table as [B or 1, T, 1, R]."""
+def _by_channels(cos: Optional[Tensor], sin: Optional[Tensor], interleaved: bool) -> Tuple:
+    """The tables as [B or 1, T, 1, R]; none where there are none."""
+    tables = [] if cos is None else [cos, sin]
     if interleaved:
-        table = table.repeat_interleave(2, -1) if table.ndim == 3 else table.flatten(2)
-    return at_least_fp32(table).unsqueeze(2)
+        tables = [x.repeat_interleave(2, -1) if x.ndim == 3 else x.flatten(2) for x in tables]
+    return tuple([at_least_fp32(x).unsqueeze(2) for x in tables])
 
 
-def _rotated(
-    x: Tensor, cos: Optional[Tensor], sin: Optional[Tensor], interleaved: bool, back: bool = False
-) -> Tensor:
+def _rotated(x: Tensor, tables: Tuple, interleaved: bool, back: bool = False) -> Tensor:
     """x [B, T, H, D] with its first R channels rotated; the others are unchanged. back: by the
     transpose, the gradient."""
-    if cos is None:
+    if not tables:
         return x
-    cos, sin = (_by_channel(table, interleaved) for table in (cos, sin))
+    cos, sin = tables
     head, tail = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
     added = -turned(head * sin, interleaved) if back else turned(head, interleaved) * sin
     return torch.cat([head * cos + added, tail.to(head.dtype)], dim=-1)
@@ -66,7 +65,8 @@ def qk_norm_rope_fwd(*fields) -> Tuple[Tensor, Tensor]:
     fields: of QkNormRope, in its order.
     """
     call = QkNormRope.of(fields)
-    options, turn = call.options, (call.cos, call.sin, call.options.interleaved)
+    options, interleaved = call.options, call.options.interleaved
+    turn = _by_channels(call.cos, call.sin, interleaved), interleaved
     q, k = (
         _apart(_rotated(_normed(at_least_fp32(x), weight, options), *turn), x)
         for x, weight in ((call.q, call.q_weight), (call.k, call.k_weight))
@@ -215,7 +215,8 @@ def qk_norm_rope_bwd(
     *fields,
 ) -> Tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:
     """The gradients of q, k and the weights. fields: of QkOptions."""
-    options, turn = QkOptions(*fields), (cos, sin, fields[-1], True)
+    options = QkOptions(*fields)
+    turn = _by_channels(cos, sin, options.interleaved), options.interleaved, True
     (first, dq_weight), (second, dk_weight) = (
         _norm_gradients(_rotated(at_least_fp32(d), *turn), x, weight, options)
         for d, x, weight in ((dq, q, q_weight), (dk, k, k_weight))
