@@ -185,7 +185,7 @@ def _is_plain(x: Tensor) -> bool:
 
 @functools.cache
 def _by_sums() -> object:
-    """What torch's all_reduce hands to the group where the caller waits for the sum."""
+    """The options of a sum that the caller waits for, as torch makes them."""
     options = dist.AllreduceOptions()
     if hasattr(options, "asyncOp"):  # from torch 2.8 on
         options.asyncOp = False
