@@ -96,7 +96,7 @@ def _hasten() -> None:
     """Most of the interpreter's time goes into three things that can be had for less: at every call
     of a device function it looks through triton.language for what to replace, though the launch has
     replaced it; it makes every sum of 32-bit integers again in 64 bits; and it reduces by a
-    function of one's own one element at a time. Of Triton 3.6; another version is left as it is."""
+    function of one's own one element at a time. Of Triton 3.6 and 3.7 alone."""
     import triton
     from triton.runtime import interpreter
 
@@ -133,7 +133,7 @@ def _hasten() -> None:
         return list(total)
 
     interpreter.ReduceOps.generic_reduce = reduce
-    if triton.__version__.startswith("3.6."):
+    if triton.__version__.startswith(("3.6.", "3.7.")):
         _hasten_types(interpreter)
 
 

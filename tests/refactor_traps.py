@@ -528,12 +528,18 @@ _register_kda()
 @trap(kinds=KDA)
 def kda_chunks_without_the_state(unit):
     """A prompt after a cache does not go on from its state."""
-    replaced(unit.forward, "recurrent_state is not None and seq_len == 1", "seq_len == 1")
-    for node in ast.walk(unit.forward):
-        if isinstance(node, ast.Call) and "chunk_kimi" in ast.unparse(node.func):
-            for word in node.keywords:
-                if word.arg == "initial_state":
-                    word.value = ast.Constant(None)
+    if "recurrent_state is not None and seq_len == 1" in ast.unparse(unit.forward):  # not in 5.20
+        replaced(unit.forward, "recurrent_state is not None and seq_len == 1", "seq_len == 1")
+    words = [
+        word
+        for node in ast.walk(unit.forward)
+        if isinstance(node, ast.Call) and "chunk_kimi" in ast.unparse(node.func)
+        for word in node.keywords
+        if word.arg == "initial_state"
+    ]
+    need(words)
+    for word in words:
+        word.value = ast.Constant(None)
 
 
 @trap(kinds=KDA)

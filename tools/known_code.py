@@ -4,9 +4,11 @@ shared memory that a program takes.
 
     python tools/known_code.py      # compiles what the tests ask for and is not known; writes TABLE
 
+TABLE has a part for each Triton that it was written with, the others' parts stay as they are.
 A kernel is in TABLE only if it compiled without an error, lost no operand and is not serialized. A
 changed kernel, another Triton and other ways to look at machine code have other digests."""
 
+import argparse
 import hashlib
 import inspect
 import itertools
@@ -22,7 +24,9 @@ from triton.runtime import jit
 
 TABLE = ROOT / "tests" / "compiled.json"
 READING = ("compile_one", "_take_apart", "_is_serialized", "_reuses_barriers", "_contracts_halves")
-known: Dict[str, list] = json.loads(TABLE.read_text()) if TABLE.exists() else {}
+VERSION = compile_all.triton.__version__.partition("+")[0]
+tables: Dict[str, dict] = json.loads(TABLE.read_text()) if TABLE.exists() else {}
+known: Dict[str, list] = tables.get(VERSION, {})
 asked: Set[str] = set()
 
 
@@ -93,10 +97,20 @@ def _names_in(code: object) -> List[str]:
 
 def main() -> int:
     """Runs tests/runtime/test_compile.py; writes what it asked for and found right."""
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     code = pytest.main([str(ROOT / "tests" / "runtime" / "test_compile.py")])
-    rows = [f'"{key}": {json.dumps(known[key])}' for key in sorted(asked & {*known})]
-    TABLE.write_text("{\n" + ",\n".join(rows) + "\n}\n")
+    write({key: known[key] for key in asked & {*known}})
     return int(code)
+
+
+def write(found: Dict[str, list]) -> None:
+    """Makes these this Triton's part of TABLE."""
+    parts = {**tables, VERSION: found}
+    texts = []
+    for version in sorted(parts):
+        rows = [f'"{key}": {json.dumps(row)}' for key, row in sorted(parts[version].items())]
+        texts.append(f'"{version}": {{\n' + ",\n".join(rows) + "\n}")
+    TABLE.write_text("{\n" + ",\n".join(texts) + "\n}\n")
 
 
 if __name__ == "__main__":
