@@ -1,5 +1,7 @@
 """Gradients that are asked of autograd's graph are those of its engine, which is not started."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import submodule
@@ -62,12 +64,14 @@ def test_as_the_engine(name):
             assert mine.dtype is theirs.dtype and torch.equal(mine, theirs)
 
 
-def compared(change) -> bool:
+def compared(change, names=()) -> bool:
+    """names: those in the code of a forward."""
+
     def run(ours: bool) -> tuple:
         x = torch.linspace(-1, 1, 5, dtype=torch.float64, requires_grad=True)
         return [x], [x.sin().sum() if ours else change(x).sum()]
 
-    return gradients.same_gradients(run)
+    return gradients.same_gradients(SimpleNamespace(names={*names}), run)
 
 
 def hooked(x):
@@ -94,4 +98,4 @@ def test_what_differs(monkeypatch):
     assert not compared(lambda x: x.sin() + 0 * x.detach() + x - x.detach())
     assert not compared(without) and not compared(lambda x: x.detach().sin())
     with pytest.raises(submodule("models.code").Refused, match="hook"):
-        compared(hooked)
+        compared(hooked, hooked.__code__.co_names)

@@ -7,54 +7,49 @@ GPU, and what is forked from a process with such threads can neither differentia
 from typing import Callable, Dict, List, Optional, Tuple
 
 import torch
-from torch.autograd.graph import get_gradient_edge
-from torch.overrides import TorchFunctionMode
 
 from .code import Refused
+from .facts import Facts
 from .stand_ins import quiet
 from .trial import alike
 
-HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
+HOOKS = {"register_hook", "register_post_accumulate_grad_hook", "register_prehook"}
 
 
-def same_gradients(run: Callable[[bool], Tuple[list, list]]) -> bool:
+def same_gradients(facts: Facts, run: Callable[[bool], Tuple[list, list]]) -> bool:
     """run(ours) -> (leaves, numbers made of them); ours and the class's have the same gradients."""
+    if not HOOKS.isdisjoint(facts.names):  # which the engine alone would call
+        raise Refused("its forward registers a hook of a tensor")
     found: list = []
     with quiet():
         for ours in (True, False):
-            with torch.enable_grad(), _WithoutHooks():
+            with torch.enable_grad():
                 leaves, numbers = run(ours)
-            if not all([number.requires_grad for number in numbers]):
-                return False
             try:
                 found.append(gradients(numbers, leaves))
             except RuntimeError:  # of a function that has none
                 return False
-    return all([g is not None for g in found[1]]) and alike(*found)
-
-
-class _WithoutHooks(TorchFunctionMode):
-    """Refuses hooks, which the engine alone would run."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if getattr(function, "__name__", "") in HOOKS:
-            raise Refused("its forward registers a hook of a tensor")
-        return function(*args, **(kwargs or {}))
+    return not any([g is None for g in found[1]]) and alike(*found)
 
 
 def gradients(numbers: list, leaves: list) -> List[Optional[torch.Tensor]]:
     """The gradients of a sum of numbers, as torch.autograd.grad has them: None of a leaf that none
-    depends on."""
+    depends on. Raises RuntimeError for a number that depends on nothing."""
     grads: Dict[object, list] = {}  # of what each node has put out
     for number in numbers:
-        edge = get_gradient_edge(number)
-        _add(grads, edge.node, edge.output_nr, torch.ones_like(number))
+        if number.grad_fn is None:
+            raise RuntimeError("a number has no gradient")
+        _add(grads, number.grad_fn, number.output_nr, torch.ones_like(number))
+    found = {}
     for node in _in_order(list(grads)):
         given = grads.get(node)
-        if given is None or not node.next_functions:
+        if given is None:
+            continue
+        if not node.next_functions:  # of a leaf
+            found[id(node.variable)] = given[0]
             continue
         backward = node
-        if not callable(node):  # of a torch.autograd.Function, whose author is asked for no None
+        if not callable(node):  # of a torch.autograd.Function, whose author is given no None
             backward, meta = node.apply, node._input_metadata
             given = [_zeros(m) if g is None else g for g, m in zip(given, meta)]
         with torch.no_grad():
@@ -63,8 +58,7 @@ def gradients(numbers: list, leaves: list) -> List[Optional[torch.Tensor]]:
         for (source, i), gradient in zip(node.next_functions, results):
             if source is not None and gradient is not None:
                 _add(grads, source, i, gradient)
-    nodes = [get_gradient_edge(leaf).node for leaf in leaves]
-    return [grads[node][0] if node in grads else None for node in nodes]
+    return [found.get(id(leaf)) for leaf in leaves]
 
 
 def _zeros(meta) -> torch.Tensor:
@@ -82,15 +76,13 @@ def _add(grads: dict, node: object, i: int, gradient: torch.Tensor) -> None:
 
 def _in_order(roots: list) -> list:
     """All nodes behind these, each before those that it hands gradients to."""
-    order, seen = [], set()
-
-    def visit(node) -> None:
-        if node is not None and node not in seen:
-            seen.add(node)
-            for source, _ in node.next_functions:
-                visit(source)
+    order, seen, waiting = [], set(), [(root, False) for root in roots]
+    while waiting:
+        node, is_done = waiting.pop()
+        if is_done:
             order.append(node)
-
-    for root in roots:
-        visit(root)
+        elif node not in seen:
+            seen.add(node)
+            waiting.append((node, True))
+            waiting += [(source, False) for source, _ in node.next_functions if source is not None]
     return order[::-1]

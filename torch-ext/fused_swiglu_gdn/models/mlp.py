@@ -216,7 +216,7 @@ def _why_another_formula(module, kind, facts: Facts, roles: Roles) -> Optional[s
         y = _formula(twin, roles, x) if ours else result_of(facts.forward, twin, x)
         return [x], [y.sin().sum()]
 
-    return None if same_gradients(run) else "its gradients are those of another formula"
+    return None if same_gradients(facts, run) else "its gradients are those of another formula"
 
 
 def _why_not(module, kind, facts, roles, direct, dtype, case, modes) -> Optional[str]:

@@ -156,4 +156,4 @@ def _computes(module, kind, facts, weight: Optional[str], eps_name: str, variant
             y = result_of(facts.forward, twin, x)
         return [x] if own is None else [x, own], [y.sin().sum()]
 
-    return same_gradients(run)
+    return same_gradients(facts, run)

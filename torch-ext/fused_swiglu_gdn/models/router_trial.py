@@ -186,7 +186,7 @@ def _learns(module, kind, facts: Facts, named: tuple, weights: dict, choice: Cho
             (logits, w, *_), _ = _outputs(facts.forward, twin, leaf, named[1][0])
         return [leaf], [logits.sin().sum(), (w * w.detach()).sum()]
 
-    return same_gradients(run)
+    return same_gradients(facts, run)
 
 
 def _weights(E: int, H: int) -> dict:
