@@ -132,13 +132,6 @@ def pytest_addoption(parser):
     parser.addoption("--all-pairs", action="store_true", help="all crossings, not a share of them")
 
 
-def pytest_configure():
-    """Starts autograd's engine, with a thread for each GPU. Of a build with CUDA it takes those for
-    GPUs that torch.compile and FSDP2 pretend later, and what has such threads cannot be forked."""
-    if not torch.cuda.is_available():
-        torch.ones(1, requires_grad=True).sum().backward()
-
-
 def spread(items: list, workers: int) -> None:
     """Puts the long tests, each a whole file under the interpreter, where workers begin: a worker's
     share of the tests lies in one piece, and those that finish early help the others."""

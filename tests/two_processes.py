@@ -2,9 +2,12 @@
 
 import datetime
 import json
+import pickle
+import sys
 from pathlib import Path
 from typing import Callable
 
+import fresh
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,14 +32,32 @@ def _process(rank: int, check: Callable, kind: str, folder: str) -> None:
 
 
 def found_by(check: Callable, kind: str, folder: Path) -> list:
-    """check(rank, device) of both processes, by way of JSON. They are forked where torch has no
-    GPU, which a fork could not use."""
+    """check(rank, device) of both processes, by way of JSON.
+
+    They are spawned for GPUs, which a fork could not use, and else forked: by a fresh process where
+    torch was built with CUDA, which takes GPUs that torch.compile and FSDP2 pretend for real ones,
+    starts threads for them, and can then not be forked.
+    """
     if kind == "cuda" and torch.cuda.device_count() < WORLD:
         pytest.skip(f"needs {WORLD} GPUs")
-    how = "spawn" if torch.cuda.is_available() else "fork"
-    args = (check, kind, str(folder))
-    torch.multiprocessing.start_processes(_process, args, nprocs=WORLD, start_method=how)
+    if kind == "cuda" or not torch.backends.cuda.is_built():
+        start(check, kind, str(folder))
+    else:
+        (folder / "check").write_bytes(pickle.dumps(check))
+        code = (
+            f"import pickle, sys; sys.path[:0] = {sys.path!r}; import two_processes; "
+            f"check = pickle.load(open({str(folder / 'check')!r}, 'rb')); "
+            f"two_processes.start(check, {kind!r}, {str(folder)!r})"
+        )
+        done = fresh.python("-c", code, timeout=300)
+        assert done.returncode == 0, done.stderr[-6000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+
+
+def start(check: Callable, kind: str, folder: str) -> None:
+    how = "spawn" if kind == "cuda" else "fork"
+    args = (check, kind, folder)
+    torch.multiprocessing.start_processes(_process, args, nprocs=WORLD, start_method=how)
 
 
 def in_shards(model, mesh, plan=None):
