@@ -234,6 +234,14 @@ def kernels_of_transformers(own_functions):
 
 
 @pytest.fixture
+def everywhere(monkeypatch):
+    """Kernels are said to be there for any device and dtype: the reference stands in for them."""
+    blocks = submodule("models.moe_blocks")
+    monkeypatch.setattr(blocks, "_why_not_dtype", lambda *args: None)
+    monkeypatch.setattr(blocks.dispatch, "serves", lambda *args: True)
+
+
+@pytest.fixture
 def trusts_all(monkeypatch):
     """Every class that is not transformers' own is one that kernelize(model, trust=[..]) names."""
     for name in ("trust", "experts"):

@@ -229,7 +229,6 @@ def packed_rows(make, **state):
 RULE = ("q", "k", "v", "g", "beta", "initial_state")
 RAW = (*RULE, "A_log", "dt_bias")
 WIDE = ("g", "beta", "initial_state", "A_log", "dt_bias")
-TOKENS = ("q", "k", "v", "g", "beta")
 LOSS = ("hidden", "weight", "bias")
 LINEAR = ("x", "w_gate", "w_up", "b_gate", "b_up")
 PROBLEMS: Dict[str, Problem] = {

@@ -28,7 +28,6 @@ ENDS = {
     "Attention": "attention", "DecoderLayer": "layer",
     "GatedDeltaNet": "gdn", "Experts": "experts", "Router": "router", "SparseMoeBlock": "block",
 }  # fmt: skip
-CACHES = ("past_key_values", "cache_params")
 STATES = ("keys", "values", "conv_states", "recurrent_states")
 
 

@@ -35,7 +35,6 @@ MODELS: Dict[str, Callable] = {
 }
 WITH_EXPERTS = ("Qwen3-MoE", "Kimi Linear")
 WITH_RING = ("Qwen3.5",)  # Gated DeltaNet, whose states may be written back later
-RECURRENT = ("Qwen3.5", "Kimi Linear")  # no cache of theirs can go back by a token
 
 
 def stand_ins(patch: pytest.MonkeyPatch) -> None:

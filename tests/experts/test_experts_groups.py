@@ -114,13 +114,6 @@ def test_bad_input(kernel):
     assert kernel.fused_topk(logits[:0], 2, n_group=3)[1].shape == (0, 2)
 
 
-@pytest.fixture
-def everywhere(monkeypatch):
-    """Kernels are said to be there for any device and dtype: the reference stands in for them."""
-    monkeypatch.setattr(blocks, "_why_not_dtype", lambda *args: None)
-    monkeypatch.setattr(blocks.dispatch, "serves", lambda *args: True)
-
-
 # (the model's module, the class, changes of its configuration): as published, but for the width
 ROUTERS = {
     "DeepSeek-V3": ("deepseek_v3", "DeepseekV3TopkRouter", {}),

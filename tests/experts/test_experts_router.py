@@ -191,13 +191,6 @@ def test_shared_autograd(device):
 # --- in transformers' models
 
 
-@pytest.fixture
-def everywhere(monkeypatch):
-    """Kernels are said to be there for any device and dtype: the reference stands in for them."""
-    monkeypatch.setattr(blocks, "_why_not_dtype", lambda *args: None)
-    monkeypatch.setattr(blocks.dispatch, "serves", lambda *args: True)
-
-
 def served_names(rows):
     return sorted({row.kind for row in rows if row.reason is None})
 

@@ -10,8 +10,6 @@ from problems import PROBLEMS, arguments
 
 pytestmark = pytest.mark.kernels_ci
 
-VALID = object()
-
 
 def wanted(*shape):
     return torch.ones(shape, requires_grad=True)

@@ -16,7 +16,6 @@ from kda_problems import terms_of_A_log, wide
 
 kernel = load_package()
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-NAMES = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
 ON_GPU = pytest.param("cuda", marks=[pytest.mark.gpu, compiled])
 DEVICES = [pytest.param("cpu"), ON_GPU]
 

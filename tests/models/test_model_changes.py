@@ -14,7 +14,6 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 attention_trial = submodule("models.attention_trial")
 attention = submodule("layers.attention")
-blocks = submodule("models.moe_blocks")
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("trusts_all")]
 WHEN = pytest.mark.parametrize("when", ["before", "after"])

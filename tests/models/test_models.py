@@ -142,14 +142,6 @@ def test_packed_batch_by_seq_idx_alone(built, name, device):
     assert_same(out, torch.cat(parts, 1))
 
 
-def gradients(model, ids):
-    model.train()
-    model.zero_grad()
-    model(ids, labels=ids, use_cache=False).loss.backward()
-    model.eval()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
 def test_gradients_after_a_cache(built):
     """Autograd's graph survives that the second part overwrites the states of the first.
 

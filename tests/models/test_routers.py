@@ -14,13 +14,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 pytestmark = pytest.mark.usefixtures("trusts_all")
 
 
-@pytest.fixture
-def everywhere(monkeypatch):
-    """Kernels are said to be there for any device and dtype: the reference stands in for them."""
-    monkeypatch.setattr(blocks, "_why_not_dtype", lambda *args: None)
-    monkeypatch.setattr(blocks.dispatch, "serves", lambda *args: True)
-
-
 def made(kind, dtype=torch.float32):
     torch.manual_seed(0)
     return kind().to(dtype).eval()

@@ -211,10 +211,6 @@ class TestCompiled(Steps):
     device, dtype, sizes = "cuda", torch.bfloat16, (200, 264, 136, 72)
 
 
-# whole tiles; ragged in every dimension; too few rows and odd sizes, which portable serves
-SIZES = [(512, 512, 256, 256), (200, 264, 136, 72), (9, 33, 17, 5)]
-
-
 @pytest.mark.gpu
 def test_main_grad(kernel):
     """Added up in fp32, without bf16's rounding of each step's gradient and of their sum.
