@@ -97,6 +97,36 @@ def test_what_changes_later_counts(kernel, reference, monkeypatch, change):
     torch.testing.assert_close(found, expected)
 
 
+class BySuper(MyMLP):
+    def forward(self, x):
+        return super().forward(x)
+
+
+class ByItsClass(MyMLP):
+    def forward(self, x):
+        return MyMLP.forward(self, x)
+
+
+class ByAnotherName(MyMLP):
+    run = MyMLP.forward
+
+    def forward(self, x):
+        return self.run(x)
+
+
+@pytest.mark.parametrize("kind", [BySuper, ByItsClass, ByAnotherName])
+def test_a_forward_of_a_base_counts_where_it_runs(kernel, reference, kind):
+    module = kind().double()
+    own, x = copy.deepcopy(module), torch.randn(3, D, dtype=torch.float64)
+    assert kernel.kernelize(module, trust=[kind]).served
+    torch.testing.assert_close(module(x), own(x))
+    assert reference
+    reference.clear()
+    module.d["s"] = own.d["s"] = 2.0
+    torch.testing.assert_close(module(x), own(x))
+    assert not reference, "ours has computed"
+
+
 def test_a_class_of_somebody_is_named_or_left_alone(kernel):
     module = MyMLP()
     (row,) = kernel.kernelize(module).rows

@@ -150,7 +150,8 @@ class Walk:
             for name in new.intersection(space):
                 self.members.add(name)
                 value = space[name]
-                if self.pin(space, name, value) and not any([value is x for x in self.hidden]):
+                hidden = name == self.method and any([value is x for x in self.hidden])
+                if self.pin(space, name, value) and not hidden:
                     self.value(name, value)
 
     def value(self, name: str, value: object, by: Optional[dict] = None) -> None:
