@@ -1,6 +1,6 @@
-"""Kernels of SwiGLU, experts, Gated DeltaNet and RMSNorm, for models and by themselves.
+"""Kernels of SwiGLU, experts, Gated DeltaNet, Kimi Delta Attention, norms, attention and losses.
 
-With this package as `kernel`, three calls:
+For models, and by themselves. With this package as `kernel`, three calls:
 
     >>> report = kernel.kernelize(model)  # a model of transformers; print(report) says what it has
     >>> y = kernel.fused_swiglu(x, w_gate, w_up)  # silu(x @ w_gate.T) * (x @ w_up.T)

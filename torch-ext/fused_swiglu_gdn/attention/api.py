@@ -87,7 +87,8 @@ def fused_qk_norm_rope(
 
 
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
-    """x * sigmoid(gate), computed in fp32 and rounded once: the gate on an attention output.
+    """x * sigmoid(gate), computed in fp32 and rounded once: the gate on an attention output
+    (arXiv:2505.06708).
 
     Args:
         x, gate: the same shape; fp32, bf16 or fp16; any strides, so a part of a projection needs
@@ -121,10 +122,11 @@ def attention_with_kvcache(
 
         out = softmax(q k^T softmax_scale + mask) v    over the slots below cache_seqlens
 
-    Softmax in fp32. Slots past the filled ones are not read, whatever they hold; keys and values
-    are read once for all query heads that share them. Nothing is read by the host, and what is
-    launched depends on shapes alone, so that a call can be captured in a CUDA graph. A row that
-    attends to no slot is 0, as scaled_dot_product_attention has it.
+    Attention of arXiv:1706.03762, softmax in fp32. Slots past the filled ones are not read,
+    whatever they hold; keys and values are read once for all query heads that share them. Nothing
+    is read by the host, and what is launched depends on shapes alone, so that a call can be
+    captured in a CUDA graph. A row that attends to no slot is 0, as in
+    scaled_dot_product_attention.
 
     Args:
         q: [B, 1, HQ, D]; fp32, bf16 or fp16; any strides.
@@ -216,8 +218,8 @@ def fused_latent_norm_rope(
     rotated_cache: Optional[Tensor] = None,
     cache_position: Optional[Tensor] = None,
 ) -> Tuple[Tensor, Tensor]:
-    """RMSNorm of latents, rotary embedding of the key and the queries beside, and their cache
-    write.
+    """RMSNorm of latents, rotary embedding (arXiv:2104.09864) of queries and the shared key of
+    latent attention (arXiv:2405.04434), and their cache write.
 
         latents = kv[:C] / sqrt(mean(kv[:C]^2) + eps) * weight
         rotated = turn(kv[C:]), and q[N:] = turn(q[N:]) in place

@@ -23,7 +23,7 @@ def fused_experts(
     recompute: bool = False,
     main_grad: bool = False,
 ) -> Tensor:
-    """The routed experts of a mixture of experts, forward and backward.
+    """The routed experts of a mixture of experts (arXiv:1701.06538), forward and backward.
 
         out[t] = sum_k w[t, k] (act(x[t] Wg[e]^T) * (x[t] Wu[e]^T)) Wd[e]^T,
         e = top_k_index[t, k],  w = top_k_weights

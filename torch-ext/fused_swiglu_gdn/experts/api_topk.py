@@ -34,8 +34,8 @@ def fused_topk(
 
     With n_group > 1 the experts are in groups of E / n_group neighbours, and a token chooses only
     among those of the topk_group groups whose scores are largest, the lower group among equal ones.
-    The score of a group is the sum of its two largest s + bias (DeepSeek-V3), or its largest
-    s + bias (DeepSeek-V2).
+    The score of a group is the sum of its two largest s + bias (DeepSeek-V3, arXiv:2412.19437), or
+    its largest s + bias (DeepSeek-V2, arXiv:2405.04434).
 
     Kernels support fp32, bf16 and fp16 with up to 1024 experts and 64 chosen, in one launch.
 

@@ -73,7 +73,8 @@ def replay_gated_delta_rule(
     null_index: int = -1,
     out: Optional[Tensor] = None,
 ) -> Tensor:
-    """The gated delta rule for one token, or a few drafts, with deferred state write-back.
+    """The gated delta rule (arXiv:2412.06464) for one token, or a few drafts, with deferred state
+    write-back.
 
         S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T
         o_t = scale * S_t^T q_t

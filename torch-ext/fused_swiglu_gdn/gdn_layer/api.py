@@ -78,8 +78,10 @@ def causal_conv1d_update(
 ) -> Tensor:
     """The next tokens of causal_conv1d_fn, with the inputs before them in `conv_state`.
 
+    The interface of the causal-conv1d package (Dao-AILab), and of vLLM.
+
     Args:
-        x: [B, D, T] or, for one token, [B, D]; any strides.
+        x: [B, D, T] or, for one token, [B, D]; fp32, bf16 or fp16; any strides.
         conv_state: [B, D, S], S at least W - 1: the latest inputs; updated in place; any strides.
         weight: [D, W], W from 2 to 8; bias: [D] or None.
         activation: None, "silu" (or "swish").
@@ -157,7 +159,8 @@ def rms_norm_gated(
 
 
 def gated_delta_gate(a: Tensor, A_log: Tensor, dt_bias: Optional[Tensor] = None) -> Tensor:
-    """g = -exp(A_log) * softplus(a + dt_bias), the natural-log decay of the gated delta rule.
+    """g = -exp(A_log) * softplus(a + dt_bias), the natural-log decay of the gated delta rule
+    (arXiv:2412.06464).
 
     Args:
         a: [..., HV], any floating dtype. A_log, dt_bias: [HV]; dt_bias may be None.

@@ -43,7 +43,8 @@ def linear_cross_entropy(
 
     Logits are in the dtype of hidden, all else is computed in fp32. Forward and backward together
     hold either the logits once (until about twice as many tokens as H), or pieces of them and an
-    fp32 gradient of the weight. Autocast casts hidden, weight and bias.
+    fp32 gradient of the weight. Autocast casts hidden, weight and bias. Label smoothing is that of
+    arXiv:1512.00567, z_loss of arXiv:2204.02311, softcap of Gemma 2 (arXiv:2408.00118).
 
     Args:
         hidden: [..., H]; fp32, bf16 or fp16.
@@ -103,8 +104,8 @@ def token_log_probs(
         z = (hidden @ weight.T + bias) / temperature, then softcap * tanh(z / softcap)
         log p = z - log(sum(exp(z)));  log_prob = log p[target];  entropy = -sum(p log p)
 
-    What GRPO, PPO, DPO and distillation take of a model. Logits are made in pieces, in the
-    backward once more, so no more than a piece of them is held, whatever gradient each token has.
+    For GRPO (arXiv:2402.03300), PPO, DPO and distillation. Logits are computed in pieces, and once
+    more in the backward pass, so that no more than a piece is held at a time.
     Logits are in the dtype of hidden, all else is computed in fp32. Autocast casts hidden, weight
     and bias.
 

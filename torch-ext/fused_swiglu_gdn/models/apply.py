@@ -88,7 +88,7 @@ def kernelize(
         TypeError: model is no nn.Module, replay no int, a flag no bool, or trust no list of
             classes of modules.
         ValueError: mode, only, skip or loss is no known word; replay is 1 or negative; with
-            cp_group, a Gated DeltaNet layer cannot or shall not be replaced.
+            cp_group, a Gated DeltaNet layer cannot be replaced, or only or skip excludes it.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM

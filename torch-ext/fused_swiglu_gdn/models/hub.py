@@ -203,8 +203,11 @@ def decorate(model: nn.Module) -> Dict[str, str]:
     the modules that kernelize(model) would serve, and of no others. Classes are decorated for the
     whole process, once.
 
+    Args:
+        model: a model of transformers.
+
     Returns:
-        {class: the name to map}
+        {class: the name to map}, both as strings.
 
     Raises:
         TypeError: model is no nn.Module.

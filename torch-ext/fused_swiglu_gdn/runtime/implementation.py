@@ -9,6 +9,10 @@ from . import dispatch
 def implementation_of(function: Callable, *args, **kwargs) -> str:
     """Runs function(*args, **kwargs), a function of this package, and names its implementation.
 
+    Args:
+        function: one of this package, such as fused_swiglu.
+        args, kwargs: its arguments.
+
     Returns:
         "hopper": kernels for Hopper GPUs (compute capability 9.0);
         "tma": those of them that need no more than tensor descriptors, on later GPUs;
@@ -40,8 +44,8 @@ def use_reference() -> Iterator[None]:
 
     With it, `kernelize` and the model that it serves can be tried without a GPU: the report lists
     the modules that kernels would serve on one, and their forwards compute the same formulas. It is
-    for trying and comparing: the references are written to be read, not to be fast. It holds for
-    all threads of the process, and not for what `torch.compile` has compiled. Behind it, modules
+    for trying and comparing: the references are written to be read, not to be fast. It applies to
+    all threads of the process, but not to what `torch.compile` has compiled. After it, modules
     that were served inside compute as they do on their device: on a CPU by their own forwards.
 
     Returns:

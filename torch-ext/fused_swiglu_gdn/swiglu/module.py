@@ -27,6 +27,7 @@ class FusedSwiGLU(nn.Module):
         block: accepted for compatibility; tile sizes come from the tuned tables.
         weight_grad: False freezes the weight; its gradient then costs nothing.
         gate_first: whether the first half is the gate.
+        device, dtype: of the weight, as in nn.Linear: fp32, bf16 or fp16.
 
     Raises:
         TypeError, ValueError: a size is no positive int, an input or a weight does not fit.
