@@ -1,4 +1,4 @@
-"""Whether a forward has the gradients of its formula.
+"""Comparison of a forward's gradients with those of its formula.
 
 They are asked of autograd's graph, a node after another. Its engine begins with a thread for each
 GPU, and what is forked from a process with such threads can neither differentiate nor use a GPU.
