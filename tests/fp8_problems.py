@@ -62,7 +62,7 @@ def _product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torc
     """An operator without a gradient, as those of the Hub's kernels."""
     reference, rows = submodule("fp8.reference"), x.reshape(-1, x.shape[-1])
     y = reference.multiply_fwd(weight, scale, reference.quantise_fwd(rows))
-    return y[: len(rows)].view(*x.shape[:-1], -1)
+    return y[: len(rows)].view(*x.shape[:-1], -1).clone()  # a bias may be added in place
 
 
 @_product.register_fake
