@@ -128,7 +128,7 @@ def caption(names: Tuple[str, ...]) -> str:
     for name in names:
         where, date = machine(load(name)).rsplit(", ", 1)
         machines.setdefault(where, []).append(date)
-    return "; ".join(f"{m}, {' and '.join(sorted(set(d)))}" for m, d in machines.items())
+    return "; ".join(f"{m}, {' to '.join(sorted({min(d), max(d)}))}" for m, d in machines.items())
 
 
 def digest(picture: Picture) -> str:
@@ -186,7 +186,7 @@ def draw_panels(picture: Panels, pyplot):
     left.set_ylim(0, 1.2)
     left.set_xticks(range(len(steps)), [name for name, _ in steps], fontsize=9)
     left.set_ylabel("kernelized / transformers with FLA", fontsize=9)
-    left.set_title("Training step of 4096 tokens (below 1: less)", fontsize=10)
+    left.set_title("Training step of 4096 tokens, batch 1 (below 1: less)", fontsize=10)
     by_label = {case.label: case for case in cases(load(picture.records[-1]))}
     ways = ("transformers", "torch.compile", "kernelize", "kernelize, CUDA graphs")
     for i, way in enumerate(ways):
@@ -203,7 +203,10 @@ def draw_panels(picture: Panels, pyplot):
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, fontsize=8, loc="upper left", ncols=2)
     figure.suptitle(picture.title, fontsize=11)
-    figure.supxlabel(caption(picture.records), fontsize=7.5, color="#555555")
+    versions = load(picture.records[0])["versions"]
+    peers = f"transformers {versions['transformers']}, FLA {versions['fla-core']}"
+    below = f"{peers}; {caption(picture.records)}"
+    figure.supxlabel(below, fontsize=7.5, color="#555555")
     return figure
 
 
