@@ -29,7 +29,8 @@ HEAD_DIM = 128
 MIN_SEGMENT_TOKENS = 1024  # scheduler.MIN_SEGMENT chunks
 
 # One of so few sequences with so many tokens may be longer than the rest together: its chunks
-# follow each other faster with one state warpgroup a CTA. Whether it is is seen on the device.
+# follow each other faster with one state warpgroup a CTA. Whether it is is seen on the device. Of
+# so few heads that it is cut, that gains less than a launch that finds nothing to do takes.
 FEW_SEQUENCES, LONG = 8, 8192
 
 # By state warpgroups: registers of the second one and of the loader, and the cap at launch.
@@ -158,7 +159,7 @@ class Scan:
         in_place, state_v_first = call.state_indices is not None, options.state_v_first
         checkpoint_every = options.checkpoint_every
         W = 1 if 2 * slots * HV <= device.multiprocessor_count(where.index) else 2
-        by_lengths = W == 2 and packed and 1 < N <= FEW_SEQUENCES and T >= LONG
+        by_lengths = W == 2 and packed and self.split == 1 and 1 < N <= FEW_SEQUENCES and T >= LONG
         if checkpoint_every and not state_v_first:
             W = 1  # the addresses of a [K, V] state are more than two warpgroups have registers for
             by_lengths = False
