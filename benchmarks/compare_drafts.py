@@ -1,13 +1,14 @@
 """Tokens of transformers' generate in rounds of drafts: CUDA graphs of several tokens.
 
-    python benchmarks/compare_drafts.py [--cases qwen:1 llama:1 kimi:1] [--wait-for FILE]
+    python benchmarks/compare_drafts.py [--cases qwen:1 llama:1 kimi:1 qwen:mtp] [--wait-for FILE]
 
 Random weights, bf16, greedy, as compare_generate.py has them, but for 512 tokens: what is not a
 token's, the capture of two graphs above all, is subtracted, and its spread is divided by their
 number. Compares tokens without drafts with those of rounds of three drafts, which an oracle makes
 so that each is right at a rate of 0, .7 and 1, in turns; and the graph of four tokens with that of
 one. Random weights repeat no text, so drafts by lookup in a real text are another measurement, with
-a trained model.
+a trained model. `qwen:mtp` does so with two drafts of an MTP layer of random weights, which is
+computed, and whose drafts an oracle then replaces, in the graph.
 """
 
 import random
@@ -15,11 +16,11 @@ import statistics
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Optional
+from typing import Callable, Optional
 
 import torch
 from compare_generate import MODELS, PROMPT, in_turns, model_of, prompt_of, row_of, token_us
-from runner import run
+from runner import DEVICE, run
 
 DRAFTS = 3  # of a round
 NEW = 512  # tokens
@@ -29,6 +30,8 @@ def oracle_of(truth: list, rate: float):
     """A class of drafters of a text, whose drafts are right at a rate, given those before are."""
 
     class Oracle:
+        takes = 0.0
+
         def __init__(self, count):
             self.count, self.ids, self.random = count, [], random.Random(0)
 
@@ -40,17 +43,17 @@ def oracle_of(truth: list, rate: float):
             found = truth[n : n + self.count] or [0]
             return [x if self.random.random() < rate else (x + 1) % 1000 for x in found]
 
-        def end(self):
-            pass
-
     return Oracle
 
 
 def round_us(round, tokens: int) -> float:
     """Microseconds of a replay of a round's graph behind a prompt of `tokens`."""
     marks, times = [torch.cuda.Event(enable_timing=True) for _ in range(2)], []
+    lengths = [*round.back.lengths]
+    if round.drafter is not None:
+        lengths.append(round.drafter.layer.cumulative_length)
     for _ in range(9):
-        for length in round.back.lengths:
+        for length in lengths:
             length.fill_(tokens)  # there are slots for all replays
         marks[0].record()
         for _ in range(16):
@@ -59,6 +62,101 @@ def round_us(round, tokens: int) -> float:
         torch.cuda.synchronize()
         times.append(marks[0].elapsed_time(marks[1]) / 16 * 1e3)
     return statistics.median(times)
+
+
+def ids_of(model, batch: int, **words) -> list:
+    found = model.generate(
+        prompt_of(batch), max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=2**31,
+        cache_implementation="static", **words,
+    )  # fmt: skip
+    return found[0].tolist()
+
+
+def settled(text: Callable) -> list:
+    """A text that comes again where all of it is drafted: where two logits are within rounding of
+    each other, it depends on where rounds begin."""
+    found = text([], 0.0)
+    for _ in range(4):
+        before, found = found, text(found, 1.0)
+        if before == found:
+            break
+    return found
+
+
+@torch.no_grad()
+def by_mtp(package, name: str, count: int, begin: Optional[Path] = None) -> list:
+    """Greedy tokens without drafts and with those of an MTP layer, an oracle in its place."""
+    model = model_of(name)
+    print(package.kernelize(model, cuda_graphs=True), flush=True)
+    loop = sys.modules[f"{package.__name__}.decoding.draft_loop"]
+    drafter, pace, own_round = loop.MtpRounds, loop.Pace, loop.Round
+    own, (before, worth) = drafter.after, (loop.Pace, pace.WORTH)
+    shapes = sys.modules[f"{package.__name__}.decoding.mtp"].Mtp(model, 1).state_dict()
+    weights = {
+        f"mtp.{n}": torch.randn(x.shape, device=DEVICE, dtype=model.dtype) * 0.02
+        for n, x in shapes.items()
+    }
+    words = {"assistant_model": package.load_mtp(model, weights, count)}
+    table = torch.zeros(PROMPT + NEW + 8, dtype=torch.int64, device=DEVICE)
+    place, rounds, taken = torch.arange(count, device=DEVICE) + 1, {}, {}
+
+    def after(self, tokens, hidden, right, length):
+        found = own(self, tokens, hidden, right, length)
+        return torch.cat([found[:1], table[length + right + place]])
+
+    def drafts(truth: list, rate: float) -> None:
+        coin = random.Random(0)
+        found = [x if coin.random() < rate else (x + 1) % 1000 for x in truth]
+        table[: len(found)] = torch.tensor(found, device=DEVICE, dtype=torch.int64)
+
+    class Seen(own_round):
+        def __init__(self, *given):
+            super().__init__(*given)
+            rounds[self.T] = self
+
+    def text(truth: list, rate: float) -> list:
+        pace.WORTH = -9
+        drafts(truth, rate)
+        try:
+            return ids_of(model, 1, **words)
+        finally:
+            pace.WORTH = worth
+
+    def way(rate: float) -> float:
+        taken[rate] = []
+
+        class Noting(pace):
+            def note(self, tokens):
+                taken[rate].append(tokens)
+                super().note(tokens)
+
+        drafts(truth, rate)
+        loop.Pace = Noting
+        try:
+            return token_us(model.generate, 1, NEW, **words)
+        finally:
+            loop.Pace = before
+
+    drafter.after = after
+    try:
+        truth = settled(text)
+        ways = {"without drafts": lambda: token_us(model.generate, 1, NEW)}
+        ways.update({f"drafts, {rate:g} right": partial(way, rate) for rate in (0.0, 0.7, 1.0)})
+        row = row_of(name, 1, in_turns(ways, begin))
+        row["what"] += f", {count} drafts of an MTP layer"
+        row["tokens_a_round"] = {f"{rate:g}": statistics.mean(x) for rate, x in taken.items() if x}
+        back = sys.modules[f"{package.__name__}.decoding.rows"].TakesBack
+        loop.Round, leave, back.leave = Seen, back.leave, lambda self: None
+        try:
+            drafts(truth, 1.0)
+            ids_of(model, 1, **words)
+            graph = round_us(rounds[1 + count], PROMPT)
+        finally:
+            loop.Round, back.leave = own_round, leave
+    finally:
+        drafter.after = own
+    what = f"{MODELS[name][0]}, batch 1, a round with {count} drafts of an MTP layer"
+    return [row, {"what": what, "us": {f"a graph of {1 + count}": graph}}]
 
 
 @torch.no_grad()
@@ -85,21 +183,17 @@ def drafted(package, name: str, batch: int, begin: Optional[Path] = None) -> lis
 
         return Noting
 
-    def text() -> list:
-        """The ids of a call in which no draft is right and every round has all rows: what those
-        choose may differ from what one row chooses by rounding."""
-        loop.Lookup = oracle_of([], 0.0)
+    def text(truth: list, rate: float) -> list:
+        """The ids of a call in which every round has all rows: what those choose may differ from
+        what one row chooses by rounding."""
+        loop.Lookup = oracle_of(truth, rate)
         pace.WORTH, worth = 0, pace.WORTH
         try:
-            found = model.generate(
-                prompt_of(batch), max_new_tokens=NEW, do_sample=False, pad_token_id=0,
-                eos_token_id=2**31, cache_implementation="static", **words,
-            )  # fmt: skip
+            return ids_of(model, batch, **words)
         finally:
             pace.WORTH = worth
-        return found[0].tolist()
 
-    truth = text()
+    truth = settled(text)
 
     def way(rate: float) -> float:
         taken[rate] = []
@@ -122,13 +216,19 @@ def drafted(package, name: str, batch: int, begin: Optional[Path] = None) -> lis
 
 
 def rows(package, options):
-    for case in options.cases or ["qwen:1", "llama:1", "kimi:1"]:
+    for case in options.cases or ["qwen:1", "llama:1", "kimi:1", "qwen:mtp"]:
         name, batch = case.split(":")
-        yield from drafted(package, name, int(batch), options.wait_for)
+        if batch == "mtp":
+            yield from by_mtp(package, name, 2, options.wait_for)
+        else:
+            yield from drafted(package, name, int(batch), options.wait_for)
         torch.cuda.empty_cache()
 
 
-ARGUMENTS = {"--cases": {"nargs": "+", "help": "model:1"}, "--wait-for": {"type": Path}}
+ARGUMENTS = {
+    "--cases": {"nargs": "+", "help": "model:1 or model:mtp"},
+    "--wait-for": {"type": Path},
+}
 main = partial(run, __doc__, lambda options: "generate_drafts", rows, ARGUMENTS, merge=True)
 
 if __name__ == "__main__":

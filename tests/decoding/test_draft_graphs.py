@@ -26,7 +26,7 @@ MODELS = ["llama", "gemma2", "qwen3_5_text", "olmo_hybrid", "qwen3_5_moe_text", 
 class Oracle:
     """Drafts the tokens that will come, but for one at a place of each round."""
 
-    truth, wrong = [], None
+    truth, wrong, takes = [], None, 0.0
 
     def __init__(self, count):
         self.count, self.ids = count, []
@@ -39,9 +39,6 @@ class Oracle:
         if self.wrong is not None and len(found) > self.wrong:
             found[self.wrong] = (found[self.wrong] + 1) % 90
         return found
-
-    def end(self):
-        pass
 
 
 @pytest.fixture
@@ -444,3 +441,99 @@ def test_pace():
     for n in range(10):
         assert pace.rests() == (n >= 8)
         assert pace.drafts(drafter, 3) == []
+
+
+def mtp_of(kernel, model, count):
+    layer = submodule("decoding.mtp").Mtp(model, 1)
+    torch.manual_seed(2)
+    weights = {f"mtp.{n}": torch.randn(x.shape) * 0.1 for n, x in layer.state_dict().items()}
+    return kernel.load_mtp(model, weights, count)
+
+
+@pytest.mark.parametrize("options", [{}, {"eos_token_id": list(range(40, 60))}], ids=["", "end"])
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"])
+@on_every_device
+def test_an_mtp_layer(kernel, rounds, monkeypatch, name, count, options, device):
+    """Its rounds are graphs; tokens, logits and states are those without it, and a round that is
+    launched before the tokens of the last are known changes nothing."""
+    model, ids = tiny(name, device), tokens(1, 11, device=device)
+    kernel.kernelize(model, cuda_graphs=True)
+    layer = mtp_of(kernel, model, count)
+    monkeypatch.setattr(loop.Pace, "WORTH", -9)
+    words = {"max_new_tokens": 24, **options}
+    before = run(model, ids, **words)
+    rounds.captures = rounds.replays = 0
+    after = run(model, ids, assistant_model=layer, **words)
+    assert_the_same(after, before, LIMIT[device])
+    needed = -(-(len(before.logits) - 1) // (count + 1))  # rounds, were all drafts right
+    assert needed < 3 or rounds.captures == 1 and rounds.replays >= needed - 1
+    ahead = generate(model, ids, assistant_model=layer, **words)
+    assert torch.equal(ahead, before.sequences)
+
+
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+def test_drafts_of_an_mtp_layer(kernel, rounds, monkeypatch, device):
+    """Whatever number of drafts is right: they are those of the layer on the whole text, without a
+    cache, and logits and states are as without drafts."""
+    model, ids = tiny("qwen3_5_text", "cpu"), tokens(1, 11)
+    kernel.kernelize(model, cuda_graphs=True)
+    layer = mtp_of(kernel, model, 2)
+    monkeypatch.setattr(loop.Pace, "WORTH", -9)
+    before = run(model, ids, max_new_tokens=40)
+    text = before.sequences[0]
+    right = torch.arange(len(text) + 3) % 5 > torch.arange(len(text) + 3) % 3
+    table = torch.cat([text, text[:3]]) + (~right).long()
+    drafter, seen = loop.MtpRounds, []
+    own, launch = drafter.after, loop.Loop._launch
+
+    def after(self, tokens, hidden, right, before):
+        """As many drafts are right as the table has it; those of the layer are kept."""
+        self.own = own(self, tokens, hidden, right, before)
+        return torch.cat([self.own[:1], table[before + right + 1 + torch.arange(2)]])
+
+    def launched(self, now, given):
+        if now.T > 1:
+            seen.append((list(self.ids), self.drafter.own.tolist()))
+        return launch(self, now, given)
+
+    monkeypatch.setattr(drafter, "after", after)
+    monkeypatch.setattr(loop.Loop, "_launch", launched)
+    assert_the_same(run(model, ids, max_new_tokens=40, assistant_model=layer), before, 2e-5)
+    lengths = [len(read) for read, _ in seen]
+    assert {b - a for a, b in zip(lengths, lengths[1:])} == {1, 2, 3}
+    for read, (last, *drafts) in seen:
+        assert last == read[-1]
+        read = torch.tensor([read])
+        with torch.no_grad():
+            hidden = model.model(read[:, :-1]).last_hidden_state
+            places = torch.arange(1, read.shape[1])[None]
+            h = layer(model, read[:, 1:], hidden, places, None)
+            assert model.lm_head(h[:, -1]).argmax(-1).item() == drafts[0]
+            more = torch.tensor([[*read[0].tolist(), drafts[0]]])
+            h = layer(model, more[:, 1:], torch.cat([hidden, h[:, -1:]], 1), places.new_tensor(
+                [list(range(1, more.shape[1]))]), None)  # fmt: skip
+            assert model.lm_head(h[:, -1]).argmax(-1).item() == drafts[1]
+
+
+@on_every_device
+def test_drafts_of_an_mtp_layer_that_rest(kernel, rounds, monkeypatch, device):
+    """They do not pay: after 8 rounds tokens come one by one, and drafts come again."""
+    model, ids = tiny("qwen3_5_text", device), tokens(1, 11, device=device)
+    kernel.kernelize(model, cuda_graphs=True)
+    layer = mtp_of(kernel, model, 2)
+    monkeypatch.setattr(loop.Pace, "REST", 4)
+    before = run(model, ids, max_new_tokens=40)
+    pace, found = loop.Pace.note, []
+
+    def note(self, count):
+        found.append(count)
+        pace(self, count)
+
+    monkeypatch.setattr(loop.Pace, "note", note)
+    assert_the_same(
+        run(model, ids, max_new_tokens=40, assistant_model=layer), before, LIMIT[device]
+    )
+    assert sum(found) < 37 and len(found) > 16
+    ahead = generate(model, ids, max_new_tokens=40, assistant_model=layer)
+    assert torch.equal(ahead, before.sequences)

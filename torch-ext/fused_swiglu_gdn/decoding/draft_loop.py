@@ -18,12 +18,14 @@ from .capture import Graph
 from .graph_rules import CACHE_NAMES, CACHES, why_not_cache, why_not_model, why_not_now
 from .late import EOS, LENGTH, UTILS, Draws
 from .lookup import Lookup, Pace
+from .mtp import MOST, Mtp
+from .mtp_rounds import MtpRounds
+from .reading import Reader, last_hidden
 from .rounds import Round
-from .row_choice import RowChoice, right_on_host, rows_choice
+from .row_choice import RowChoice, rows_choice
 from .rows import TakesBack, why_not_rows, with_rows
-from .static_cache import PREPARE, TooLong, _slides, check_length, with_static_cache
+from .static_cache import PREPARE, TooLong, _slides, with_static_cache
 
-MOST = 7  # drafts of a round: a round keeps a state for each of its tokens
 # arguments of generate's loop that are not the model's
 LOOPS = ("synced_gpus", "streamer", "inputs_tensor", "assistant_model", "assistant_tokenizer",
          "tokenizer")  # fmt: skip
@@ -42,7 +44,8 @@ def drafted(
     Raises NotServed, before a token is drawn or streamed.
     """
     config, around = generation_config, {name: given.pop(name, None) for name in LOOPS}
-    if config.prompt_lookup_num_tokens is None:
+    lookup, assistant = config.prompt_lookup_num_tokens, around["assistant_model"]
+    if lookup is None and type(assistant) is not Mtp:
         raise NotServed  # an assistant's rounds
     if why_not_loop(model, input_ids, config, around) is not None:
         raise NotServed
@@ -51,14 +54,18 @@ def drafted(
         raise NotServed
     if getattr(config, "output_scores", False):
         choice.known = None  # a kernel's are seen by nobody
-    count = min(config.prompt_lookup_num_tokens, MOST)
-    given = _with_cache(model, input_ids, config, given, count)
-    drafter = Lookup(count)
-    loop = Loop(model, input_ids, choice, stopping_criteria, config, around["streamer"], given)
+    count = assistant.count if lookup is None else min(lookup, MOST)
+    reader = Reader(model, input_ids, _with_cache(model, input_ids, config, given, count))
+    loop = Loop(reader, choice, stopping_criteria, config, around["streamer"])
     try:
-        loop.prompt(count)
+        loop.prompt(count, hidden=lookup is None)
     except TooLong:
         raise NotServed from None
+    if lookup is None:
+        drafter = MtpRounds(model, assistant, config.max_length + 2 * count)
+        drafter.read(input_ids, loop.first, loop.states)
+    else:
+        drafter = Lookup(count)
     with getattr(model, "_optimize_model_for_decode", contextlib.nullcontext)():
         loop.run(drafter, count)
     return loop.result()
@@ -118,14 +125,18 @@ def _is_used(cache: Any) -> bool:
 
 
 class Loop:
-    """One call of generate. ids: the prompt [1, T]; given: the model's arguments."""
+    """One call of generate. reader: of the model, which has the prompt [1, T] to read.
 
-    def __init__(self, model, ids, choice: RowChoice, criteria, config, streamer, given: dict):
-        self.model, self.prompt_ids, self.choice = model, ids, choice
-        self.config, self.streamer, self.given = config, streamer, given
-        self.name = next(name for name in CACHE_NAMES if given.get(name) is not None)
-        self.cache = given[self.name]
-        self.ids: List[int] = ids[0].tolist()
+    A drafter has `add(token)`; `drafts()` behind the tokens added, a list or, on the device, a
+    tensor; and `takes`, the time of these in that of a token. One that drafts in the graph of a
+    round has `alone` and `after`, too (mtp_rounds.py), and its `drafts()` are asked for only
+    behind a token that no round has chosen.
+    """
+
+    def __init__(self, reader: Reader, choice: RowChoice, criteria, config, streamer):
+        self.reader, self.choice, self.config, self.streamer = reader, choice, config, streamer
+        self.cache = reader.cache
+        self.ids: List[int] = reader.ids[0].tolist()
         told = getattr(config, "return_dict_in_generate", False)
         self.scores = [] if told and config.output_scores else None
         self.logits = [] if told and config.output_logits else None
@@ -141,58 +152,65 @@ class Loop:
             else:
                 self.others.append(each)
         self.hidden = not told and not self.others  # what a token leaves in the cache
-        generator = Graph.generator(ids.device) if choice.choice.draws else None
+        device = reader.ids.device
+        generator = Graph.generator(device) if choice.choice.draws else None
         self.draws = None if generator is None else Draws(generator)
-        self.pace = Pace()
         self.rounds: dict = {}  # by the number of tokens
         self.now: Optional[Round] = None
 
-    def prompt(self, count: int) -> None:
-        """Computes the prompt, and chooses the first token."""
-        model, given = self.model, self.given
+    def prompt(self, count: int, hidden: bool) -> None:
+        """Computes the prompt, and chooses the first token. hidden: keeps its states, those behind
+        the last norm."""
+        model = self.reader.model
         model.get_compiled_call(getattr(self.config, "compile_config", None))  # expects a prompt
-        ids = self.prompt_ids
-        inputs = model.prepare_inputs_for_generation(ids, is_first_iteration=True, **given)
-        out = model(**inputs, return_dict=True)
-        check_length(self.cache, ids.shape[1])
-        self.given = model._update_model_kwargs_for_generation(out, dict(given), num_new_tokens=1)
-        self.out = out
-        logits = out.logits[:, -1]
+        with last_hidden(model) if hidden else contextlib.nullcontext() as found:
+            logits = self.reader.prompt().logits[:, -1]
+        self.states = found.states if hidden else None
         token, scores = self.choice.first(logits)
         self.choice.begin(logits.shape[-1])
         self.back = TakesBack(self.cache, 1 + count)
-        self.first, self.kept = token.tolist(), (logits, scores)
+        self.first, self.kept = token, (logits, scores)
 
     def run(self, drafter: Any, count: int) -> None:
+        self.drafter, self.count, self.pace = drafter, count, Pace(drafter.takes)
         for token in self.ids:
             drafter.add(token)
-        pace, back = self.pace, self.back
-        self._take(self.first, *self.kept, drafter)
-        self.kept = None
+        self._take(self.first.tolist(), *self.kept)
+        self.kept = self.states = None
         while not self.ended:
-            drafts = pace.drafts(drafter, count)
-            if self.now is not None and self.now.sent:  # launched before its token was known
-                T, read = 1, self.ids[-1:]
-            else:
-                T = 1 + count if drafts else 1
-                read = self.ids[-1:] + drafts
-                read += read[-1:] * (T - len(read))
-                back.begin() if T > 1 else back.end()
-                self._launch(self._round(T), read)
-            if not drafts and self._may_follow():
-                self._launch(self.now, None)
-            chosen = self.now.receive()
-            right = right_on_host(read, chosen)
-            if T > 1:
-                back.of_rows = right
-                pace.note(right)
-            taken = self._take(chosen[:right], self.now.logits, self.now.scores, drafter)
-            back.take_back(right - taken)
-            self.now.count(len(self.ids) - 1)
+            if self.now is None or not self.now.sent:  # else launched before its token was known
+                self._next()
+            now = self.now
+            if self._may_follow():
+                self._launch(now, None)
+            chosen = now.receive()
+            if now.T > 1:
+                self.back.of_rows = len(chosen)
+                self.pace.note(len(chosen))
+            taken = self._take(chosen, now.logits, now.scores)
+            self.back.take_back(len(chosen) - taken)
+            now.count(len(self.ids) - 1)
             if self.others or self.streamer is not None:
-                self.now.checked = False  # they may have changed what it was
+                now.checked = False  # they may have changed what it was
         if self.now is not None and self.now.sent and self.draws is not None:
             self.draws.take_back()
+
+    def _next(self) -> None:
+        """Launches a round with drafts, or one token."""
+        back, drafter = self.back, self.drafter
+        made = self.now is not None and self.now.T > 1 and self.now.drafter is not None
+        if made and not self.pace.waits:
+            return self._launch(self.now, None)
+        drafts = self.pace.drafts(drafter, self.count)
+        T = 1 + self.count if len(drafts) else 1
+        back.begin() if T > 1 else back.end()
+        now = self._round(T)
+        if isinstance(drafts, torch.Tensor):
+            now.ids[0, :1] = self.ids[-1]
+            now.ids[0, 1:] = drafts
+            return self._launch(now, None)
+        read = [self.ids[-1], *drafts]
+        self._launch(now, read + read[-1:] * (T - len(read)))
 
     def _launch(self, now: Round, ids: Optional[List[int]]) -> None:
         if now is not self.now:
@@ -202,40 +220,29 @@ class Loop:
             self.draws.note()
 
     def _may_follow(self) -> bool:
-        """True if the next token may be launched before this one is known: where none is drafted
-        for it, and of a surplus one nothing is seen."""
-        room = len(self.ids) + 1 < self.longest
-        return room and self.hidden and self.pace.rests() and self.now.follows()
+        """True if the next call may be launched before this one's tokens are known: of a surplus
+        one nothing is seen, and what it reads is on the device."""
+        now = self.now
+        room = len(self.ids) + now.T < self.longest
+        likely = self.pace.rests() if now.T == 1 else not self.pace.waits
+        return room and self.hidden and likely and now.follows()
 
     def _round(self, T: int) -> Round:
         if T not in self.rounds:
-            of = self.model, self.cache, self.name, T, self.choice, self.back
-            self.rounds[T] = Round(*of, self._inputs)
+            reader, ids = self.reader, self.ids
+            drafter = self.drafter if hasattr(self.drafter, "alone") else None
+            self.rounds[T] = Round(
+                reader.model, self.cache, reader.name, T, self.choice, self.back,
+                lambda x: reader.inputs(x, ids[:-1]), drafter,
+            )  # fmt: skip
         return self.rounds[T]
 
-    def _inputs(self, ids: torch.Tensor) -> dict:
-        """transformers' inputs for tokens [1, T], the first of which is the latest of the text."""
-        T, model = ids.shape[1], self.model
-        since = len(self.ids) - self.prompt_ids.shape[1] - 1 + T - 1
-        given = dict(self.given)
-        if since:
-            own = model._update_model_kwargs_for_generation
-            given = own(self.out, given, num_new_tokens=since)
-        text = torch.cat([ids.new_tensor([self.ids[:-1]]), ids], 1)
-        found = model.prepare_inputs_for_generation(
-            text, next_sequence_length=T, is_first_iteration=False, **given
-        )
-        if "logits_to_keep" in found:
-            found["logits_to_keep"] = T
-        found.pop(self.name, None)
-        return {**found, "return_dict": True}
-
-    def _take(self, tokens: List[int], logits, scores, drafter: Any) -> int:
+    def _take(self, tokens: List[int], logits, scores) -> int:
         """Adds tokens to the text, one by one, until it ends; returns how many."""
         self.ended = False
         for n, token in enumerate(tokens):
             self.ids.append(token)
-            drafter.add(token)
+            self.drafter.add(token)
             if self.logits is not None:
                 self.logits.append(logits[n : n + 1].to(torch.float32, copy=True))
             if self.scores is not None:
@@ -246,7 +253,7 @@ class Loop:
                 self.streamer.put(torch.tensor([token]))
             self.ended = len(self.ids) >= self.longest or token in self.ends
             if self.others:
-                text = self.prompt_ids.new_tensor([self.ids])
+                text = self.reader.ids.new_tensor([self.ids])
                 given = None if self.scores is None else tuple(self.scores)
                 found = [bool(each(text, given).all()) for each in self.others]
                 self.ended = self.ended or any(found)
@@ -260,11 +267,13 @@ class Loop:
             self.streamer.end()
         self.back.leave()
         self.rounds, self.now = {}, None  # they hold the loop, too: their graphs are freed here
-        ids = self.prompt_ids.new_tensor([self.ids])
+        ids = self.reader.ids.new_tensor([self.ids])
         if not getattr(self.config, "return_dict_in_generate", False):
             return ids
         kind = sys.modules[UTILS].GenerateDecoderOnlyOutput
-        name = self.name if self.name in kind.__dataclass_fields__ else CACHE_NAMES[0]
+        name = self.reader.name
+        if name not in kind.__dataclass_fields__:
+            name = CACHE_NAMES[0]
         lists = (None if x is None else tuple(x) for x in (self.scores, self.logits))
         scores, logits = lists
         return kind(sequences=ids, scores=scores, logits=logits, **{name: self.cache})

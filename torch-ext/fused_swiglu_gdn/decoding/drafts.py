@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from ..layers.plain import named_modules
-from .draft_loop import MOST, NotServed, drafted
+from .draft_loop import NotServed, drafted
 from .graph_rules import CACHE_NAMES, CACHES
 from .late import UTILS, Generate, View
-from .mtp import Mtp, MtpDrafts
+from .mtp import MOST, Mtp, MtpDrafts
 from .rows import keeping
 
 ASSISTED, GENERATOR = "_assisted_decoding", "_get_candidate_generator"

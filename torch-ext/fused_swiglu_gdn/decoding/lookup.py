@@ -1,6 +1,6 @@
 """Drafts from the text so far, on the host."""
 
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List, Sequence, Tuple
 
 
 class Lookup:
@@ -9,6 +9,8 @@ class Lookup:
     Where that runs to the end of the ids, it goes on from its own beginning: a text that repeats
     itself goes on to do so.
     """
+
+    takes = 0.0  # of the time of a token
 
     def __init__(self, count: int):
         self.count = count
@@ -31,32 +33,30 @@ class Lookup:
             found += found[: self.count - len(found)]
         return found
 
-    def end(self) -> None:
-        pass
-
 
 class Pace:
     """Decides whether drafts are worth a round.
 
-    A round of several tokens takes longer than one token: WORTH of it, an estimate for one H200.
-    Where the latest WINDOW rounds gave fewer tokens each, the next REST tokens come one by one, and
-    twice as many when that happens again.
+    A round of several tokens takes longer than one token: WORTH of it, an estimate for one H200,
+    and what its drafts take, in the same unit. Where the latest WINDOW rounds gave fewer tokens
+    each, the next REST tokens come one by one, and twice as many when that happens again.
     """
 
     WORTH, WINDOW, REST = 1.3, 8, 64
 
-    def __init__(self):
+    def __init__(self, drafts: float = 0.0):
+        self.worth = self.WORTH + drafts
         self.latest: List[int] = []
         self.waits, self.rest = 0, self.REST
         self.without = 0  # tokens since there was a draft
 
-    def drafts(self, drafter: Any, count: int) -> List[int]:
-        """The next drafts, at most count."""
+    def drafts(self, drafter: Any, count: int) -> Sequence:
+        """The next drafts, at most count; none while drafts rest."""
         if self.waits:
             self.waits -= 1
             return []
         found = drafter.drafts()[:count]
-        self.without = 0 if found else self.without + 1
+        self.without = 0 if len(found) else self.without + 1
         return found
 
     def rests(self) -> bool:
@@ -67,7 +67,7 @@ class Pace:
         """tokens: those that a round with drafts gave."""
         self.latest.append(tokens)
         if len(self.latest) == self.WINDOW:
-            if sum(self.latest) < self.WORTH * self.WINDOW:
+            if sum(self.latest) < self.worth * self.WINDOW:
                 self.waits, self.rest = self.rest, 2 * self.rest
             else:
                 self.rest = self.REST

@@ -17,8 +17,10 @@ from typing import Any, Dict, List, Mapping, Union
 import torch
 from torch import nn
 
+from ..layers.plain import named_modules, served_as
 from ..runtime.checks import is_int, is_model
 from .graph_rules import CACHE_NAMES, CACHES
+from .reading import inner_of
 
 PREFIX = "mtp."
 MOST = 7  # drafts of a round
@@ -44,17 +46,19 @@ class Mtp(nn.Module):
         self.config, self.count = config, count
         self.generation_config = copy.deepcopy(model.generation_config)
 
-    def forward(self, model, ids, hidden, positions, cache) -> torch.Tensor:
+    def forward(self, model, ids, hidden, positions, cache, mask=None) -> torch.Tensor:
         """Hidden states [B, n, H] behind `hidden` [B, n, H] of tokens p and `ids` [B, n] of p + 1.
 
-        positions [B, n]: p + 1. cache: of this layer, or None.
+        positions [B, n]: p + 1. cache: of this layer, or None. mask [1, 1, n, slots] of a static
+        cache; one that grows needs none.
         """
         inner = inner_of(model)
         embedded = self.pre_fc_norm_embedding(inner.embed_tokens(ids))
         x = self.fc(torch.cat([embedded, self.pre_fc_norm_hidden(hidden)], -1))
         tables = inner.rotary_emb(x, positions)
-        n, seen = ids.shape[1], 0 if cache is None else int(cache.get_seq_length())
-        mask = torch.ones(n, seen + n, dtype=torch.bool, device=x.device).tril(seen)[None, None]
+        if mask is None:
+            n, seen = ids.shape[1], 0 if cache is None else int(cache.get_seq_length())
+            mask = torch.ones(n, seen + n, dtype=torch.bool, device=x.device).tril(seen)[None, None]
         name = CACHE_NAMES[0] if CACHE_NAMES[0] in _arguments(self.layers[0]) else CACHE_NAMES[1]
         x = self.layers[0](
             x, position_embeddings=tables, attention_mask=mask, position_ids=positions,
@@ -65,12 +69,6 @@ class Mtp(nn.Module):
 
 def _arguments(layer: nn.Module) -> tuple:
     return layer.forward.__code__.co_varnames if hasattr(layer.forward, "__code__") else ()
-
-
-def inner_of(model: nn.Module) -> nn.Module:
-    """The decoder of a model: what has its layers, embedding and tables of positions."""
-    inner = model.model
-    return getattr(inner, "language_model", inner)
 
 
 class MtpDrafts:
@@ -182,7 +180,12 @@ def load_mtp(
     mtp.load_state_dict(
         {n: x.to(head.device, head.dtype, copy=True) for n, x in found.items()}, assign=True
     )
-    return mtp.eval().requires_grad_(False)
+    mtp.eval().requires_grad_(False)
+    if any(served_as(m) for _, m in named_modules(model)):
+        from ..models.apply import kernelize  # which imports this file
+
+        kernelize(mtp)
+    return mtp
 
 
 def _check_model(model: nn.Module) -> None:

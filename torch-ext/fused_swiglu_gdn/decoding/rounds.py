@@ -1,12 +1,14 @@
 """CUDA graphs of several tokens: a round reads drafts, chooses tokens and counts the right ones.
 
-One graph for each number of tokens. It computes the model, the choice, and what is kept of the
-round in the cache, so that the host reads the tokens and nothing else. Its positions and masks
+One graph for each number of tokens. It computes the model, the choice, what is kept of the round in
+the cache, and, where a drafter is on the device, the drafts of the next round, so that the host
+reads the tokens and how many of them count, and nothing else. Its positions and masks
 follow from the length of the cache on the device; they were compared with transformers' when the
 graph was captured, and where they differ a round takes transformers'.
 """
 
 from collections import deque
+from contextlib import nullcontext
 from typing import Any, Callable, List, Optional
 
 import torch
@@ -16,6 +18,7 @@ from .ahead import IDS, MASK, POSITIONS
 from .capture import Graph
 from .graph_rules import PASSING, why_not_model, why_not_now
 from .graphs import PAYS, WASTED, _map, _parts, say
+from .reading import last_hidden
 from .row_choice import RowChoice, right_ones
 from .rows import TakesBack
 from .watch import ModelWatch, capturing
@@ -72,24 +75,28 @@ class Round:
     """Calls of T tokens on one cache.
 
     name: of the model's argument that takes the cache. inputs(): transformers' for the tokens `ids`
-    [1, T], which are made only where they are needed.
+    [1, T], which are made only where they are needed. drafter: of the next round on the device, of
+    which `after` is asked in the graph, or None.
     """
 
     def __init__(self, model: nn.Module, cache: Any, name: str, T: int, choice: RowChoice,
-                 back: TakesBack, inputs: Callable[[torch.Tensor], dict]):  # fmt: skip
+                 back: TakesBack, inputs: Callable[[torch.Tensor], dict],
+                 drafter: Any = None):  # fmt: skip
         self.model, self.cache, self.name, self.T = model, cache, name, T
-        self.choice, self.back, self.inputs = choice, back, inputs
+        self.choice, self.back, self.inputs, self.drafter = choice, back, inputs, drafter
         device = back.length.device
         self.device = device
         self.ids = torch.zeros(1, T, dtype=torch.int64, device=device)
         self.given = Graph.delivery(device, [self.ids[0]]).values[0]  # the ids on the host
-        self.free = deque([Graph.delivery(device, [self.ids[0]]) for _ in range(2)])
+        told = self.ids.new_zeros(T + (T > 1))
+        self.free = deque([Graph.delivery(device, [told]) for _ in range(2)])
         self.sent: deque = deque()  # to the host, and not yet received
         self.before: Optional[tuple] = None  # inputs and length of the first call
         self.graph: Optional[Graph] = None
         self.static: Optional[dict] = None  # inputs that the graph does not make
         self.made: Optional[Following] = None  # what those are made of that it does
-        self.tokens = self.logits = self.scores = None  # of the latest call
+        # of the latest call; told: the tokens and, of several, how many count; hidden [1, T, H]
+        self.tokens = self.told = self.logits = self.scores = self.hidden = None
         self.watches: tuple = (None, None)
         self.modes: tuple = ()
         self.checked = False  # that the graph holds, since the latest call
@@ -97,27 +104,33 @@ class Round:
         self.replays = self.wasted = 0
 
     def launch(self, ids: Optional[List[int]]) -> None:
-        """Computes the tokens behind each of ids; the cache keeps the right ones. None: of the
-        token that the latest call has chosen, of one. While it runs, what a graph has baked in is
-        compared for the next call."""
+        """Computes the tokens behind each of ids; the cache keeps the right ones. None: of those
+        that are on the device, which the latest call has put there: of one the token that it has
+        chosen. While it runs, what a graph has baked in is compared for the next call."""
+        self.compute(ids)
+        slot = self.free.popleft()
+        slot.send([self.told])
+        self.sent.append(slot)
+
+    def compute(self, ids: Optional[List[int]]) -> None:
+        """launch, but nothing is received."""
         if ids is not None:
             self.given.copy_(torch.tensor(ids))
             self.ids[0].copy_(self.given, non_blocking=True)
         self._run()
-        slot = self.free.popleft()
-        slot.send([self.tokens])
-        self.sent.append(slot)
         self.checked = self.graph is not None and self._holds()
 
     def receive(self) -> List[int]:
-        """Returns the tokens of the earliest call that was not received."""
+        """Returns the tokens that count of the earliest call that was not received."""
         slot = self.sent.popleft()
         self.free.append(slot)
-        return slot.wait()[0].tolist()
+        found = slot.wait()[0].tolist()
+        return found if self.T == 1 else found[: found[-1]]
 
     def follows(self) -> bool:
         """True if the next call may be launched before the host knows the tokens of this one."""
-        return self.T == 1 and self.checked and self.static is None and self.replays > 1
+        known = self.T == 1 or self.drafter is not None  # on the device
+        return known and self.checked and self.static is None and self.replays > 1
 
     def _run(self) -> None:
         if self.graph is not None:
@@ -137,19 +150,28 @@ class Round:
         return self._capture(inputs, Graph(self.device))
 
     def _verify(self, inputs: dict) -> None:
-        T, back = self.T, self.back
+        T, back, drafter = self.T, self.back, self.drafter
         before = back.length.clone()
-        out = self.model(**{self.name: self.cache}, **inputs)
+        with nullcontext() if drafter is None else last_hidden(self.model) as found:
+            out = self.model(**{self.name: self.cache}, **inputs)
         if T > 1:
             back.check()
         self.logits = out.logits[0, -T:]
         self.tokens, self.scores = self.choice.choose(self.logits, self.ids[0], before)
+        if drafter is not None:
+            self.hidden = found.states[:, -T:]
+        if T == 1:
+            self.told = self.tokens
+            self.choice.keep(None)
+            if drafter is not None:
+                drafter.alone(self.tokens, self.hidden, before)
+            return self.ids.copy_(self.tokens[None])  # which the next call reads
         right = right_ones(self.ids[0], self.tokens)
+        self.told = torch.cat([self.tokens, right.reshape(1)])
         self.choice.keep(right)
-        if T > 1:
-            back.keep(right, T)
-        else:
-            self.ids.copy_(self.tokens[None])  # which the next call reads
+        back.keep(right, T)
+        if drafter is not None:
+            self.ids.copy_(drafter.after(self.tokens, self.hidden, right, before)[None])
 
     def _capture(self, inputs: dict, graph: Graph) -> None:
         before, back = self.before, self.back

@@ -10,7 +10,7 @@ Sizes: T tokens of a round, V words of the vocabulary.
 """
 
 from types import SimpleNamespace
-from typing import Any, List, Optional
+from typing import Any, Optional
 
 import torch
 
@@ -77,10 +77,11 @@ class RowChoice:
         torch._assert_async((first == first).all())
         return (p / q).argmax(-1), scores
 
-    def keep(self, right: torch.Tensor) -> None:
-        """right []: the tokens of the round that count."""
+    def keep(self, right: Optional[torch.Tensor]) -> None:
+        """right []: the tokens of the round that count; None: its only one."""
         if self.seen_before is not None:
-            self.seen_before.copy_(self.seen.index_select(0, (right - 1).reshape(1)))
+            seen = self.seen if right is None else self.seen.index_select(0, right.reshape(1) - 1)
+            self.seen_before.copy_(seen)
 
     def first(self, logits: torch.Tensor) -> tuple:
         """The token after a prompt, of logits [1, V], and its scores, by transformers' own
@@ -94,11 +95,3 @@ class RowChoice:
 def right_ones(ids: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Number [] of tokens of a round that count: ids [T] read, tokens [T] chosen behind them."""
     return (ids[1:] == tokens[:-1]).cumprod(0).sum() + 1
-
-
-def right_on_host(ids: List[int], tokens: List[int]) -> int:
-    """right_ones, of lists."""
-    n = 1
-    while n < len(ids) and ids[n] == tokens[n - 1]:
-        n += 1
-    return n
