@@ -1,6 +1,7 @@
 """Tokens of transformers' generate in rounds of drafts: CUDA graphs of several tokens.
 
-    python benchmarks/compare_drafts.py [--cases qwen:1 llama:1 kimi:1 qwen:mtp] [--wait-for FILE]
+    python benchmarks/compare_drafts.py [--cases qwen:1 llama:1 kimi:1 moe:1 qwen:mtp]
+                                        [--wait-for FILE]
 
 Random weights, bf16, greedy, as compare_generate.py has them, but for 512 tokens: what is not a
 token's, the capture of two graphs above all, is subtracted, and its spread is divided by their
@@ -216,7 +217,7 @@ def drafted(package, name: str, batch: int, begin: Optional[Path] = None) -> lis
 
 
 def rows(package, options):
-    for case in options.cases or ["qwen:1", "llama:1", "kimi:1", "qwen:mtp"]:
+    for case in options.cases or ["qwen:1", "llama:1", "kimi:1", "moe:1", "qwen:mtp"]:
         name, batch = case.split(":")
         if batch == "mtp":
             yield from by_mtp(package, name, 2, options.wait_for)

@@ -44,6 +44,7 @@ MODELS = {  # with the vocabularies of the models whose layers these are
     "qwen": ("Qwen3.5, 16 layers", "qwen3_5", {"vocab_size": 248320}),
     "llama": ("Llama, 8 layers", "llama", {}),
     "kimi": ("Kimi Linear, 8 layers", "kimi_linear", {}),
+    "moe": ("Qwen3.5-35B-A3B, 8 layers", "Qwen3.5-35B-A3B", {"vocab_size": 248320}),
 }
 KINDS = {  # option -> record and cases; without one, the first
     "": ("generate", ["qwen:1", "llama:1", "qwen:64"]),

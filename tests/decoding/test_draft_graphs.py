@@ -23,10 +23,10 @@ loop = submodule("decoding.draft_loop")
 MODELS = ["llama", "gemma2", "qwen3_5_text", "olmo_hybrid", "qwen3_5_moe_text", "kimi_linear"]
 
 
-class Oracle:
+class Oracle(submodule("decoding.lookup").Drafter):
     """Drafts the tokens that will come, but for one at a place of each round."""
 
-    truth, wrong, takes = [], None, 0.0
+    truth, wrong = [], None
 
     def __init__(self, count):
         self.count, self.ids = count, []
@@ -43,7 +43,7 @@ class Oracle:
 
 @pytest.fixture
 def rounds(graph, monkeypatch):
-    for module in ("rounds", "draft_loop"):
+    for module in ("rounds", "draft_loop", "assistants"):
         monkeypatch.setattr(submodule(f"decoding.{module}"), "Graph", graph)
     return graph
 
@@ -425,22 +425,22 @@ def test_pace():
     rests = []
     for _ in range(3):
         for _ in range(8):
-            assert pace.drafts(drafter, 1) == [3] and not pace.rests()
+            assert pace.drafts(drafter) == [3, 4] and not pace.rests()
             pace.note(1)
         rest = 0
         while pace.rests():
-            assert pace.drafts(drafter, 2) == []
+            assert pace.drafts(drafter) == []
             rest += 1
         rests.append(rest)
     assert rests == [64, 128, 256]
     for _ in range(16):
         pace.note(2)
-        assert pace.drafts(drafter, 3) == [3, 4]
+        assert pace.drafts(drafter) == [3, 4]
     assert pace.rest == 64
     drafter.drafts = list
     for n in range(10):
         assert pace.rests() == (n >= 8)
-        assert pace.drafts(drafter, 3) == []
+        assert pace.drafts(drafter) == []
 
 
 def mtp_of(kernel, model, count):
@@ -483,7 +483,7 @@ def test_drafts_of_an_mtp_layer(kernel, rounds, monkeypatch, device):
     before = run(model, ids, max_new_tokens=40)
     text = before.sequences[0]
     right = torch.arange(len(text) + 3) % 5 > torch.arange(len(text) + 3) % 3
-    table = torch.cat([text, text[:3]]) + (~right).long()
+    table = (torch.cat([text, text[:3]]) + (~right).long()) % 97
     drafter, seen = loop.MtpRounds, []
     own, launch = drafter.after, loop.Loop._launch
 
@@ -537,3 +537,60 @@ def test_drafts_of_an_mtp_layer_that_rest(kernel, rounds, monkeypatch, device):
     assert sum(found) < 37 and len(found) > 16
     ahead = generate(model, ids, max_new_tokens=40, assistant_model=layer)
     assert torch.equal(ahead, before.sequences)
+
+
+@pytest.mark.parametrize("options", [{}, {"eos_token_id": list(range(40, 60))}], ids=["", "end"])
+@pytest.mark.parametrize("helper", ["qwen3", "qwen3_5_text", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_text"])
+@on_every_device
+def test_an_assistant(kernel, rounds, monkeypatch, name, helper, options, device):
+    """Dense, hybrid, with windows: rounds and its own tokens are replays."""
+    model, ids = tiny(name, device), tokens(1, 11, device=device)
+    assistant = tiny(helper, device)
+    kernel.kernelize(model, cuda_graphs=True)
+    monkeypatch.setattr(loop.Pace, "WORTH", -9)
+    words = {"max_new_tokens": 24, **options}
+    before = run(model, ids, **words)
+    rounds.captures = rounds.replays = 0
+    after = run(model, ids, assistant_model=assistant, **words)
+    assert_the_same(after, before, LIMIT[device])
+    if not options:
+        assert rounds.captures == 2 and rounds.replays > 4 * 4
+
+
+@pytest.mark.parametrize("rest", [False, True])
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_text", "kimi_linear"])
+@on_every_device
+def test_drafts_of_an_assistant(kernel, rounds, request, monkeypatch, name, rest, device):
+    """They are those of the assistant on the whole text, whatever number of them was right, and
+    where they have rested: what it has read of wrong ones is taken back, of its states as well."""
+    if name == "kimi_linear":
+        request.getfixturevalue("serving")
+    ids = tokens(1, 11, device=device)
+    model, assistant = tiny(name, device), tiny(name, device)  # the same: all drafts are right
+    assistant.generation_config.num_assistant_tokens = 3
+    kernel.kernelize(model, cuda_graphs=True)
+    kernel.kernelize(assistant, cuda_graphs=True)
+    pace = {"REST": 4, "WINDOW": 2, "WORTH": 9} if rest else {"WORTH": -9}
+    for each, value in pace.items():
+        monkeypatch.setattr(loop.Pace, each, value)
+    before = run(model, ids, max_new_tokens=40)
+    text = before.sequences[0]
+    place = torch.arange(len(text) + 4, device=device)
+    table = (torch.cat([text, text[:4]]) + (place % 5 <= place % 3).long()) % 97
+    own, seen = loop.Assistant.drafts, []
+
+    def drafts(self):
+        """The table makes some of them wrong."""
+        found, n = own(self), len(self.ids)
+        seen.append((list(self.ids), found.tolist()))
+        return table[n : n + 3]
+
+    monkeypatch.setattr(loop.Assistant, "drafts", drafts)
+    assert_the_same(run(model, ids, max_new_tokens=40, assistant_model=assistant), before,
+                    LIMIT[device])  # fmt: skip
+    kernel.restore(assistant)
+    assert len(seen) > 3
+    for read, found in seen:
+        logits = assistant(torch.tensor([read + found], device=device)).logits[0]
+        assert logits[len(read) - 1 : -1].argmax(-1).tolist() == found

@@ -14,10 +14,11 @@ from typing import Any, Callable, List, Optional
 import torch
 from torch import nn
 
+from .assistants import Assistant, drafts_of, why_not_assistant
 from .capture import Graph
 from .graph_rules import CACHE_NAMES, CACHES, why_not_cache, why_not_model, why_not_now
 from .late import EOS, LENGTH, UTILS, Draws
-from .lookup import Lookup, Pace
+from .lookup import Drafter, Lookup, Pace
 from .mtp import MOST, Mtp
 from .mtp_rounds import MtpRounds
 from .reading import Reader, last_hidden
@@ -44,9 +45,6 @@ def drafted(
     Raises NotServed, before a token is drawn or streamed.
     """
     config, around = generation_config, {name: given.pop(name, None) for name in LOOPS}
-    lookup, assistant = config.prompt_lookup_num_tokens, around["assistant_model"]
-    if lookup is None and type(assistant) is not Mtp:
-        raise NotServed  # an assistant's rounds
     if why_not_loop(model, input_ids, config, around) is not None:
         raise NotServed
     choice = rows_choice(logits_processor, config, input_ids)
@@ -54,21 +52,47 @@ def drafted(
         raise NotServed
     if getattr(config, "output_scores", False):
         choice.known = None  # a kernel's are seen by nobody
-    count = assistant.count if lookup is None else min(lookup, MOST)
-    reader = Reader(model, input_ids, _with_cache(model, input_ids, config, given, count))
-    loop = Loop(reader, choice, stopping_criteria, config, around["streamer"])
+    helper = around["assistant_model"]
+    count = _count(model, config, helper, given)
+    given = _with_cache(model, input_ids, config, given, count)
+    drafter = _drafter(model, config, helper, given, input_ids, count)
+    loop = Loop(Reader(model, input_ids, given), choice, stopping_criteria, config, drafter)
+    loop.streamer = around["streamer"]
     try:
-        loop.prompt(count, hidden=lookup is None)
+        loop.prompt()
     except TooLong:
         raise NotServed from None
-    if lookup is None:
-        drafter = MtpRounds(model, assistant, config.max_length + 2 * count)
-        drafter.read(input_ids, loop.first, loop.states)
-    else:
-        drafter = Lookup(count)
-    with getattr(model, "_optimize_model_for_decode", contextlib.nullcontext)():
-        loop.run(drafter, count)
+    with _decoding(model), _decoding(helper):
+        loop.run()
     return loop.result()
+
+
+def _count(model: nn.Module, config: Any, helper: Optional[nn.Module], given: dict) -> int:
+    """The drafts of a round."""
+    if config.prompt_lookup_num_tokens is not None:
+        return min(config.prompt_lookup_num_tokens, MOST)
+    if type(helper) is Mtp:
+        return helper.count
+    if helper is None or why_not_assistant(model, helper, given) is not None:
+        raise NotServed
+    return drafts_of(helper, MOST)
+
+
+def _drafter(model, config: Any, helper, given: dict, ids: torch.Tensor, count: int) -> Drafter:
+    slots = config.max_length + 2 * count
+    if config.prompt_lookup_num_tokens is not None:
+        return Lookup(count)
+    if type(helper) is Mtp:
+        return MtpRounds(model, helper, slots)
+    found = Assistant(model, helper, ids, given, count, slots)
+    if found.reason is not None:
+        raise NotServed
+    return found
+
+
+def _decoding(model: Any):
+    """transformers' context of a model that decodes."""
+    return getattr(model, "_optimize_model_for_decode", contextlib.nullcontext)()
 
 
 def why_not_loop(model: nn.Module, ids: torch.Tensor, config: Any, around: dict) -> Optional[str]:
@@ -127,15 +151,13 @@ def _is_used(cache: Any) -> bool:
 class Loop:
     """One call of generate. reader: of the model, which has the prompt [1, T] to read.
 
-    A drafter has `add(token)`; `drafts()` behind the tokens added, a list or, on the device, a
-    tensor; and `takes`, the time of these in that of a token. One that drafts in the graph of a
-    round has `alone` and `after`, too (mtp_rounds.py), and its `drafts()` are asked for only
-    behind a token that no round has chosen.
+    The `drafts()` of a drafter in the graph are asked for only behind a token that no round has
+    chosen.
     """
 
-    def __init__(self, reader: Reader, choice: RowChoice, criteria, config, streamer):
-        self.reader, self.choice, self.config, self.streamer = reader, choice, config, streamer
-        self.cache = reader.cache
+    def __init__(self, reader: Reader, choice: RowChoice, criteria, config, drafter: Drafter):
+        self.reader, self.choice, self.config, self.drafter = reader, choice, config, drafter
+        self.cache, self.streamer = reader.cache, None
         self.ids: List[int] = reader.ids[0].tolist()
         told = getattr(config, "return_dict_in_generate", False)
         self.scores = [] if told and config.output_scores else None
@@ -155,28 +177,27 @@ class Loop:
         device = reader.ids.device
         generator = Graph.generator(device) if choice.choice.draws else None
         self.draws = None if generator is None else Draws(generator)
+        self.pace = Pace(drafter.takes)
         self.rounds: dict = {}  # by the number of tokens
         self.now: Optional[Round] = None
 
-    def prompt(self, count: int, hidden: bool) -> None:
-        """Computes the prompt, and chooses the first token. hidden: keeps its states, those behind
-        the last norm."""
-        model = self.reader.model
+    def prompt(self) -> None:
+        """Computes the prompt, and chooses the first token."""
+        model, drafter = self.reader.model, self.drafter
         model.get_compiled_call(getattr(self.config, "compile_config", None))  # expects a prompt
-        with last_hidden(model) if hidden else contextlib.nullcontext() as found:
+        drafter.begin()
+        with last_hidden(model) if drafter.in_graph else contextlib.nullcontext() as found:
             logits = self.reader.prompt().logits[:, -1]
-        self.states = found.states if hidden else None
         token, scores = self.choice.first(logits)
         self.choice.begin(logits.shape[-1])
-        self.back = TakesBack(self.cache, 1 + count)
-        self.first, self.kept = token, (logits, scores)
+        self.back = TakesBack(self.cache, 1 + drafter.count)
+        if drafter.in_graph:
+            drafter.read(self.reader.ids, token, found.states)
+        for each in self.ids:
+            drafter.add(each)
+        self._take(token.tolist(), logits, scores)
 
-    def run(self, drafter: Any, count: int) -> None:
-        self.drafter, self.count, self.pace = drafter, count, Pace(drafter.takes)
-        for token in self.ids:
-            drafter.add(token)
-        self._take(self.first.tolist(), *self.kept)
-        self.kept = self.states = None
+    def run(self) -> None:
         while not self.ended:
             if self.now is None or not self.now.sent:  # else launched before its token was known
                 self._next()
@@ -187,6 +208,7 @@ class Loop:
             if now.T > 1:
                 self.back.of_rows = len(chosen)
                 self.pace.note(len(chosen))
+                self.drafter.verified(len(chosen))
             taken = self._take(chosen, now.logits, now.scores)
             self.back.take_back(len(chosen) - taken)
             now.count(len(self.ids) - 1)
@@ -198,11 +220,11 @@ class Loop:
     def _next(self) -> None:
         """Launches a round with drafts, or one token."""
         back, drafter = self.back, self.drafter
-        made = self.now is not None and self.now.T > 1 and self.now.drafter is not None
+        made = drafter.in_graph and self.now is not None and self.now.T > 1
         if made and not self.pace.waits:
             return self._launch(self.now, None)
-        drafts = self.pace.drafts(drafter, self.count)
-        T = 1 + self.count if len(drafts) else 1
+        drafts = self.pace.drafts(drafter)
+        T = 1 + drafter.count if len(drafts) else 1
         back.begin() if T > 1 else back.end()
         now = self._round(T)
         if isinstance(drafts, torch.Tensor):
@@ -230,7 +252,7 @@ class Loop:
     def _round(self, T: int) -> Round:
         if T not in self.rounds:
             reader, ids = self.reader, self.ids
-            drafter = self.drafter if hasattr(self.drafter, "alone") else None
+            drafter = self.drafter if self.drafter.in_graph else None
             self.rounds[T] = Round(
                 reader.model, self.cache, reader.name, T, self.choice, self.back,
                 lambda x: reader.inputs(x, ids[:-1]), drafter,

@@ -1,16 +1,38 @@
-"""Drafts from the text so far, on the host."""
+"""Drafters of a loop of rounds: what they have in common, drafts from the text so far, and the
+pace."""
 
-from typing import Any, Dict, List, Sequence, Tuple
+from typing import Dict, List, Sequence, Tuple, Union
+
+import torch
 
 
-class Lookup:
+class Drafter:
+    """What drafts for a loop. count: at most so many a round."""
+
+    count: int
+    takes = 0.0  # time of a round's drafts, in that of a token
+    in_graph = False  # in that of the round before them: mtp_rounds.py has what that needs
+
+    def begin(self) -> None:
+        """Reads the prompt, where it has to."""
+
+    def add(self, token: int) -> None:
+        """A token of the text, from its first on."""
+
+    def drafts(self) -> Union[List[int], torch.Tensor]:
+        """Those behind the tokens added; a tensor is on the device."""
+        raise NotImplementedError
+
+    def verified(self, right: int) -> None:
+        """The latest drafts were read by a round, which has added `right` tokens."""
+
+
+class Lookup(Drafter):
     """Drafts what followed the latest two ids where they were met last.
 
     Where that runs to the end of the ids, it goes on from its own beginning: a text that repeats
     itself goes on to do so.
     """
-
-    takes = 0.0  # of the time of a token
 
     def __init__(self, count: int):
         self.count = count
@@ -50,12 +72,12 @@ class Pace:
         self.waits, self.rest = 0, self.REST
         self.without = 0  # tokens since there was a draft
 
-    def drafts(self, drafter: Any, count: int) -> Sequence:
-        """The next drafts, at most count; none while drafts rest."""
+    def drafts(self, drafter: Drafter) -> Sequence:
+        """The next drafts; none while they rest."""
         if self.waits:
             self.waits -= 1
             return []
-        found = drafter.drafts()[:count]
+        found = drafter.drafts()
         self.without = 0 if len(found) else self.without + 1
         return found
 

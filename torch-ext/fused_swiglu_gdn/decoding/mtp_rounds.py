@@ -13,17 +13,20 @@ from torch import nn
 
 from .choosing import Choice
 from .graph_rules import CACHES
+from .lookup import Drafter
 from .mtp import Mtp
 from .row_choice import RowChoice
 
 CHUNK = 1024  # tokens of a prompt that the layer reads at once
 
 
-class MtpRounds:
+class MtpRounds(Drafter):
     """slots: of the layer's cache, which are the tokens of the text and a round's more.
 
     Tokens that the model chose one by one, while drafts rest, are left out of the layer's cache.
     """
+
+    in_graph = True
 
     def __init__(self, model: nn.Module, mtp: Mtp, slots: int):
         self.model, self.mtp, self.count = model, mtp, mtp.count
@@ -37,9 +40,6 @@ class MtpRounds:
         self.latest: tuple = ()  # after's arguments for the latest token that was read alone
         sizes = [sum(x.numel() for x in m.parameters()) for m in (mtp, model.lm_head, model)]
         self.takes = self.count * (sizes[0] + sizes[1]) / sizes[2]
-
-    def add(self, token: int) -> None:
-        pass
 
     @torch.no_grad()
     def read(self, ids: torch.Tensor, token: torch.Tensor, hidden: torch.Tensor) -> None:
