@@ -1,15 +1,15 @@
 """Tokens of transformers' generate in rounds of drafts: CUDA graphs of several tokens.
 
-    python benchmarks/compare_drafts.py [--cases qwen:1 llama:1 kimi:1 moe:1 qwen:mtp]
-                                        [--wait-for FILE]
+    python benchmarks/compare_drafts.py [--cases qwen:1 llama:1 kimi:1 moe:1 qwen:mtp
+                                                 llama32:assistant] [--wait-for FILE]
 
 Random weights, bf16, greedy, as compare_generate.py has them, but for 512 tokens: what is not a
 token's, the capture of two graphs above all, is subtracted, and its spread is divided by their
 number. Compares tokens without drafts with those of rounds of three drafts, which an oracle makes
 so that each is right at a rate of 0, .7 and 1, in turns; and the graph of four tokens with that of
 one. Random weights repeat no text, so drafts by lookup in a real text are another measurement, with
-a trained model. `qwen:mtp` does so with two drafts of an MTP layer of random weights, which is
-computed, and whose drafts an oracle then replaces, in the graph.
+a trained model. `qwen:mtp` and `llama32:assistant` do so with drafts of an MTP layer and of a
+smaller model, both of random weights, which are computed and then replaced by an oracle's.
 """
 
 import random
@@ -19,20 +19,24 @@ from functools import partial
 from pathlib import Path
 from typing import Callable, Optional
 
+import model_cases
 import torch
 from compare_generate import MODELS, PROMPT, in_turns, model_of, prompt_of, row_of, token_us
 from runner import DEVICE, run
 
+CASES = ["qwen:1", "llama:1", "kimi:1", "moe:1", "qwen:mtp", "llama32:assistant"]
 DRAFTS = 3  # of a round
+ONE_B = {  # sizes of Llama 3.2 1B
+    "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64,
+    "tie_word_embeddings": True,
+}  # fmt: skip
 NEW = 512  # tokens
 
 
-def oracle_of(truth: list, rate: float):
+def oracle_of(drafter: type, truth: list, rate: float):
     """A class of drafters of a text, whose drafts are right at a rate, given those before are."""
 
-    class Oracle:
-        takes = 0.0
-
+    class Oracle(drafter):
         def __init__(self, count):
             self.count, self.ids, self.random = count, [], random.Random(0)
 
@@ -84,26 +88,53 @@ def settled(text: Callable) -> list:
     return found
 
 
-@torch.no_grad()
-def by_mtp(package, name: str, count: int, begin: Optional[Path] = None) -> list:
-    """Greedy tokens without drafts and with those of an MTP layer, an oracle in its place."""
-    model = model_of(name)
-    print(package.kernelize(model, cuda_graphs=True), flush=True)
-    loop = sys.modules[f"{package.__name__}.decoding.draft_loop"]
-    drafter, pace, own_round = loop.MtpRounds, loop.Pace, loop.Round
-    own, (before, worth) = drafter.after, (loop.Pace, pace.WORTH)
-    shapes = sys.modules[f"{package.__name__}.decoding.mtp"].Mtp(model, 1).state_dict()
+def with_mtp(package, model, table) -> tuple:
+    """An MTP layer of random weights for generate, a class of drafters and a change of it by which
+    drafts are those of the table [tokens of the text], at the cost of the layer's own."""
+    loop, mtp = (sys.modules[f"{package.__name__}.decoding.{x}"] for x in ("draft_loop", "mtp"))
     weights = {
         f"mtp.{n}": torch.randn(x.shape, device=DEVICE, dtype=model.dtype) * 0.02
-        for n, x in shapes.items()
+        for n, x in mtp.Mtp(model, 1).state_dict().items()
     }
-    words = {"assistant_model": package.load_mtp(model, weights, count)}
-    table = torch.zeros(PROMPT + NEW + 8, dtype=torch.int64, device=DEVICE)
-    place, rounds, taken = torch.arange(count, device=DEVICE) + 1, {}, {}
+    layer, own = package.load_mtp(model, weights, 2), loop.MtpRounds.after
+    place = torch.arange(layer.count, device=DEVICE) + 1
 
     def after(self, tokens, hidden, right, length):
         found = own(self, tokens, hidden, right, length)
         return torch.cat([found[:1], table[length + right + place]])
+
+    return layer, loop.MtpRounds, {"after": after}, layer.count
+
+
+def with_assistant(package, model, table) -> tuple:
+    """The same of an assistant, which is Llama 3.2 1B's size."""
+    loop = sys.modules[f"{package.__name__}.decoding.draft_loop"]
+    helper = model_cases.model_of("llama", device=DEVICE, **ONE_B)
+    package.kernelize(helper, cuda_graphs=True)
+    helper.generation_config.num_assistant_tokens = DRAFTS
+    own = loop.Assistant.drafts
+
+    def drafts(self):
+        own(self)
+        return table[len(self.ids) : len(self.ids) + self.count]
+
+    return helper, loop.Assistant, {"drafts": drafts}, DRAFTS
+
+
+HELPERS = {"mtp": (with_mtp, "an MTP layer"), "assistant": (with_assistant, "an assistant of 1B")}
+
+
+@torch.no_grad()
+def helped(package, name: str, kind: str, begin: Optional[Path] = None) -> list:
+    """Greedy tokens without drafts, and with those of a helper, of which an oracle says how many
+    are right."""
+    model = model_of(name)
+    print(package.kernelize(model, cuda_graphs=True), flush=True)
+    loop = sys.modules[f"{package.__name__}.decoding.draft_loop"]
+    table = torch.zeros(PROMPT + NEW + 8, dtype=torch.int64, device=DEVICE)
+    helper, drafter, changes, count = HELPERS[kind][0](package, model, table)
+    before, words = {n: getattr(drafter, n) for n in changes}, {"assistant_model": helper}
+    pace, worth, own_round, rounds, taken = loop.Pace, loop.Pace.WORTH, loop.Round, {}, {}
 
     def drafts(truth: list, rate: float) -> None:
         coin = random.Random(0)
@@ -136,15 +167,16 @@ def by_mtp(package, name: str, count: int, begin: Optional[Path] = None) -> list
         try:
             return token_us(model.generate, 1, NEW, **words)
         finally:
-            loop.Pace = before
+            loop.Pace = pace
 
-    drafter.after = after
+    for each, change in changes.items():
+        setattr(drafter, each, change)
     try:
         truth = settled(text)
         ways = {"without drafts": lambda: token_us(model.generate, 1, NEW)}
         ways.update({f"drafts, {rate:g} right": partial(way, rate) for rate in (0.0, 0.7, 1.0)})
         row = row_of(name, 1, in_turns(ways, begin))
-        row["what"] += f", {count} drafts of an MTP layer"
+        row["what"] += f", {count} drafts of {HELPERS[kind][1]}"
         row["tokens_a_round"] = {f"{rate:g}": statistics.mean(x) for rate, x in taken.items() if x}
         back = sys.modules[f"{package.__name__}.decoding.rows"].TakesBack
         loop.Round, leave, back.leave = Seen, back.leave, lambda self: None
@@ -155,8 +187,9 @@ def by_mtp(package, name: str, count: int, begin: Optional[Path] = None) -> list
         finally:
             loop.Round, back.leave = own_round, leave
     finally:
-        drafter.after = own
-    what = f"{MODELS[name][0]}, batch 1, a round with {count} drafts of an MTP layer"
+        for each, own in before.items():
+            setattr(drafter, each, own)
+    what = f"{MODELS[name][0]}, batch 1, a round's graph with {count} drafts of {HELPERS[kind][1]}"
     return [row, {"what": what, "us": {f"a graph of {1 + count}": graph}}]
 
 
@@ -187,7 +220,7 @@ def drafted(package, name: str, batch: int, begin: Optional[Path] = None) -> lis
     def text(truth: list, rate: float) -> list:
         """The ids of a call in which every round has all rows: what those choose may differ from
         what one row chooses by rounding."""
-        loop.Lookup = oracle_of(truth, rate)
+        loop.Lookup = oracle_of(loop.Drafter, truth, rate)
         pace.WORTH, worth = 0, pace.WORTH
         try:
             return ids_of(model, batch, **words)
@@ -198,7 +231,7 @@ def drafted(package, name: str, batch: int, begin: Optional[Path] = None) -> lis
 
     def way(rate: float) -> float:
         taken[rate] = []
-        loop.Lookup, loop.Pace = oracle_of(truth, rate), noting(taken[rate])
+        loop.Lookup, loop.Pace = oracle_of(loop.Drafter, truth, rate), noting(taken[rate])
         return token_us(model.generate, batch, NEW, **words)
 
     ways = {"without drafts": lambda: token_us(model.generate, batch, NEW)}
@@ -208,7 +241,7 @@ def drafted(package, name: str, batch: int, begin: Optional[Path] = None) -> lis
     loop.Round, leave = Seen, rows.TakesBack.leave
     rows.TakesBack.leave = lambda self: None  # the graphs read what it gives back
     try:
-        loop.Lookup = oracle_of(truth, 0.0)  # after 8 rounds it is one token a time
+        loop.Lookup = oracle_of(loop.Drafter, truth, 0.0)  # after 8 rounds it is one token a time
         token_us(model.generate, batch, **words)
         graphs = {f"a graph of {T}": round_us(x, PROMPT) for T, x in sorted(rounds.items())}
     finally:
@@ -217,10 +250,10 @@ def drafted(package, name: str, batch: int, begin: Optional[Path] = None) -> lis
 
 
 def rows(package, options):
-    for case in options.cases or ["qwen:1", "llama:1", "kimi:1", "moe:1", "qwen:mtp"]:
+    for case in options.cases or CASES:
         name, batch = case.split(":")
-        if batch == "mtp":
-            yield from by_mtp(package, name, 2, options.wait_for)
+        if batch in HELPERS:
+            yield from helped(package, name, batch, options.wait_for)
         else:
             yield from drafted(package, name, int(batch), options.wait_for)
         torch.cuda.empty_cache()

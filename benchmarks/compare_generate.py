@@ -43,6 +43,7 @@ TURNS = 5
 MODELS = {  # with the vocabularies of the models whose layers these are
     "qwen": ("Qwen3.5, 16 layers", "qwen3_5", {"vocab_size": 248320}),
     "llama": ("Llama, 8 layers", "llama", {}),
+    "llama32": ("Llama, 32 layers", "llama", {"num_hidden_layers": 32}),
     "kimi": ("Kimi Linear, 8 layers", "kimi_linear", {}),
     "moe": ("Qwen3.5-35B-A3B, 8 layers", "Qwen3.5-35B-A3B", {"vocab_size": 248320}),
 }
