@@ -55,7 +55,7 @@ def round_us(round, tokens: int) -> float:
     """Microseconds of a replay of a round's graph behind a prompt of `tokens`."""
     marks, times = [torch.cuda.Event(enable_timing=True) for _ in range(2)], []
     lengths = [*round.back.lengths]
-    if round.drafter is not None:
+    if round.drafter is not None and round.drafter.reads_hidden:
         lengths.append(round.drafter.layer.cumulative_length)
     for _ in range(9):
         for length in lengths:
@@ -99,8 +99,8 @@ def with_mtp(package, model, table) -> tuple:
     layer, own = package.load_mtp(model, weights, 2), loop.MtpRounds.after
     place = torch.arange(layer.count, device=DEVICE) + 1
 
-    def after(self, tokens, hidden, right, length):
-        found = own(self, tokens, hidden, right, length)
+    def after(self, read, tokens, hidden, right, length):
+        found = own(self, read, tokens, hidden, right, length)
         return torch.cat([found[:1], table[length + right + place]])
 
     return layer, loop.MtpRounds, {"after": after}, layer.count
@@ -112,20 +112,20 @@ def with_assistant(package, model, table) -> tuple:
     helper = model_cases.model_of("llama", device=DEVICE, **ONE_B)
     package.kernelize(helper, cuda_graphs=True)
     helper.generation_config.num_assistant_tokens = DRAFTS
-    own = loop.Assistant.drafts
+    own, place = loop.Assistant._chain, torch.arange(DRAFTS, device=DEVICE) + 2
 
-    def drafts(self):
-        own(self)
-        return table[len(self.ids) : len(self.ids) + self.count]
+    def chain(self, pair, length):
+        own(self, pair, length)
+        return table[length + place]
 
-    return helper, loop.Assistant, {"drafts": drafts}, DRAFTS
+    return helper, loop.Assistant, {"_chain": chain}, DRAFTS
 
 
 HELPERS = {"mtp": (with_mtp, "an MTP layer"), "assistant": (with_assistant, "an assistant of 1B")}
 
 
 @torch.no_grad()
-def helped(package, name: str, kind: str, begin: Optional[Path] = None) -> list:
+def helped(package, name: str, kind: str, begin: Optional[Path] = None) -> dict:
     """Greedy tokens without drafts, and with those of a helper, of which an oracle says how many
     are right."""
     model = model_of(name)
@@ -176,25 +176,24 @@ def helped(package, name: str, kind: str, begin: Optional[Path] = None) -> list:
         ways = {"without drafts": lambda: token_us(model.generate, 1, NEW)}
         ways.update({f"drafts, {rate:g} right": partial(way, rate) for rate in (0.0, 0.7, 1.0)})
         row = row_of(name, 1, in_turns(ways, begin))
-        row["what"] += f", {count} drafts of {HELPERS[kind][1]}"
+        row["what"] = f"{MODELS[name][0]}, {count} drafts of {HELPERS[kind][1]}"
         row["tokens_a_round"] = {f"{rate:g}": statistics.mean(x) for rate, x in taken.items() if x}
         back = sys.modules[f"{package.__name__}.decoding.rows"].TakesBack
         loop.Round, leave, back.leave = Seen, back.leave, lambda self: None
         try:
-            drafts(truth, 1.0)
+            drafts(truth, 0.0)  # after 8 rounds it is one token a time
             ids_of(model, 1, **words)
-            graph = round_us(rounds[1 + count], PROMPT)
+            row["graph_us"] = {str(T): round_us(x, PROMPT) for T, x in sorted(rounds.items())}
         finally:
             loop.Round, back.leave = own_round, leave
     finally:
         for each, own in before.items():
             setattr(drafter, each, own)
-    what = f"{MODELS[name][0]}, batch 1, a round's graph with {count} drafts of {HELPERS[kind][1]}"
-    return [row, {"what": what, "us": {f"a graph of {1 + count}": graph}}]
+    return row
 
 
 @torch.no_grad()
-def drafted(package, name: str, batch: int, begin: Optional[Path] = None) -> list:
+def drafted(package, name: str, batch: int, begin: Optional[Path] = None) -> dict:
     """Greedy tokens without drafts and with those of an oracle, and what its graphs take."""
     model = model_of(name)
     print(package.kernelize(model, cuda_graphs=True), flush=True)
@@ -237,25 +236,26 @@ def drafted(package, name: str, batch: int, begin: Optional[Path] = None) -> lis
     ways = {"without drafts": lambda: token_us(model.generate, batch, NEW)}
     ways.update({f"drafts, {rate:g} right": partial(way, rate) for rate in (0.0, 0.7, 1.0)})
     row = row_of(name, batch, in_turns(ways, begin))
+    row["what"] = f"{MODELS[name][0]}, {DRAFTS} drafts by lookup"
     row["tokens_a_round"] = {f"{rate:g}": statistics.mean(x) for rate, x in taken.items() if x}
     loop.Round, leave = Seen, rows.TakesBack.leave
     rows.TakesBack.leave = lambda self: None  # the graphs read what it gives back
     try:
         loop.Lookup = oracle_of(loop.Drafter, truth, 0.0)  # after 8 rounds it is one token a time
         token_us(model.generate, batch, **words)
-        graphs = {f"a graph of {T}": round_us(x, PROMPT) for T, x in sorted(rounds.items())}
+        row["graph_us"] = {str(T): round_us(x, PROMPT) for T, x in sorted(rounds.items())}
     finally:
         rows.TakesBack.leave, loop.Round = leave, own
-    return [row, {"what": f"{MODELS[name][0]}, batch {batch}, a round's graph", "us": graphs}]
+    return row
 
 
 def rows(package, options):
     for case in options.cases or CASES:
         name, batch = case.split(":")
         if batch in HELPERS:
-            yield from helped(package, name, batch, options.wait_for)
+            yield helped(package, name, batch, options.wait_for)
         else:
-            yield from drafted(package, name, int(batch), options.wait_for)
+            yield drafted(package, name, int(batch), options.wait_for)
         torch.cuda.empty_cache()
 
 

@@ -260,19 +260,32 @@ def of_generate(record: dict) -> str:
 
 def of_drafts(record: dict) -> str:
     """Tokens by the rate at which drafts are right, and the graphs of a round."""
-    rows, found = [], {row["what"].rpartition(", ")[0]: row for row in record["rows"][1::2]}
-    for row in record["rows"][::2]:
-        model, us = row["what"].rpartition(", ")[0], list(row["us"].values())
-        graphs = list(found[model]["us"].values())
+    rows = []
+    for row in record["rows"]:
+        us, graphs = list(row["us"].values()), list(row["graph_us"].values())
         faster = " / ".join(f"{us[0] / t:.2f}" for t in us[1:])
         held = [f"{us[0]:.0f}", " / ".join(f"{t:.0f}" for t in us[1:]), faster]
-        rows.append([model, *held, *(f"{t:.0f}" for t in graphs), f"{graphs[1] / graphs[0]:.2f}"])
+        times = [*(f"{t:.0f}" for t in graphs), f"{graphs[1] / graphs[0]:.2f}"]
+        rows.append([row["what"], *held, *times])
     right = "drafts of which 0 / .7 / 1 are right"
     return table(
         ["", "a token without drafts, us", f"{right}, us", f"speed-up: {right}",
-         "graph of 1 token, us", "of 4, us", "of 4 over 1"],
+         "graph of 1 token, us", "of a round, us", "of a round over 1"],
         rows,
     )  # fmt: skip
+
+
+def of_texts(record: dict) -> str:
+    """Tokens of a trained model in each way, and how many a round gives."""
+    rows = []
+    for row in record["rows"]:
+        plain = row["us"]["without drafts"]
+        for name, time in row["us"].items():
+            found = row["tokens_a_round"].get(name)
+            more = [f"{found:.2f}", f"{row['without_a_round'][name]:.0%}"] if found else ["", ""]
+            rows.append([row["what"], name, f"{time:.0f}", f"{plain / time:.2f}", *more])
+    heads = ["", "drafts", "a token, us", "speed-up", "tokens a round", "tokens without a round"]
+    return table(heads, rows)
 
 
 def of_parallel(record: dict) -> str:

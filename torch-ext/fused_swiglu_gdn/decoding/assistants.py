@@ -1,8 +1,10 @@
-"""Drafts of an assistant model by its own CUDA graph of one token.
+"""Drafts of an assistant model in the CUDA graph of a round.
 
-Between two rounds of the model the assistant is replayed once for each draft. Its tokens stay on
-the device, from where the round reads them. What it has read of wrong drafts is taken back: keys
-and values are overwritten, a recurrent state is copied after each token.
+A round ends with the drafts of the next one: the assistant reads the last two tokens of the text,
+and then its own drafts, one by one. What it has read of wrong drafts is taken back: keys and values
+are overwritten, and recurrent states, of which a copy is kept after each token, are put back. All
+of it is on the device, so the next round can be launched before the host knows the tokens of this
+one.
 """
 
 import sys
@@ -11,23 +13,27 @@ from typing import Any, List, Optional
 import torch
 from torch import nn
 
-from .capture import Graph
+from .ahead import IDS
 from .choosing import Choice
 from .graph_rules import CACHE_NAMES, CACHES, why_not_cache, why_not_model
-from .lookup import Drafter
+from .lookup import Drafter, NotServed
 from .reading import Reader
-from .rounds import Round
+from .rounds import Following, following
 from .row_choice import RowChoice
 from .rows import LINEAR
 from .static_cache import PREPARE, _slides
+from .watch import COUNT
 
-COUNT = 4  # drafts of a round where the assistant's generation_config has no number
-KNOWN = {*CACHE_NAMES, "attention_mask", "position_ids", "use_cache", "logits_to_keep"}  # arguments
+DRAFTS = 4  # of a round where the assistant's generation_config has no number
+SLICED = ("attention_mask", "position_ids")  # arguments of as many tokens as the prompt
+KNOWN = {*CACHE_NAMES, *SLICED, "use_cache", "logits_to_keep"}
 LENGTH = "cumulative_length"  # of a cache's layers with attention
 OWN = ("Gemma4Assistant", "Gemma4UnifiedAssistant")  # read the model's keys and values
 
 
-def why_not_assistant(model: nn.Module, assistant: nn.Module, given: dict) -> Optional[str]:
+def why_not_assistant(
+    model: nn.Module, assistant: nn.Module, ids: torch.Tensor, given: dict
+) -> Optional[str]:
     """Reason why transformers has to ask the assistant, or None. given: the model's arguments."""
     kind = type(assistant)
     if not hasattr(kind, "prepare_inputs_for_generation") or kind.__name__.startswith(OWN):
@@ -39,42 +45,17 @@ def why_not_assistant(model: nn.Module, assistant: nn.Module, given: dict) -> Op
     configs = [x.config.get_text_config(decoder=True) for x in (assistant, model)]
     if configs[0].vocab_size > configs[1].vocab_size:
         return "it has more words than the model"
-    if assistant.training or assistant.device != model.device:
-        return "it is in training mode, or on another device"
+    if assistant.training or assistant.device != model.device or assistant is model:
+        return "it is in training mode, on another device, or the model itself"
+    if ids.shape[1] < 2:
+        return "the prompt is one token"
     return why_not_model(assistant)
 
 
 def drafts_of(assistant: nn.Module, most: int) -> int:
     """The drafts of a round."""
     found = getattr(assistant.generation_config, "num_assistant_tokens", None)
-    return COUNT if found is None else max(1, min(int(found), most))
-
-
-class Past:
-    """The tokens in a static cache of one sequence, of which the latest may be taken back."""
-
-    def __init__(self, cache: Any, most: int):
-        self.lengths = [
-            x.cumulative_length for x in cache.layers if hasattr(x, "cumulative_length")
-        ]
-        linear = [layer for layer in cache.layers if type(layer).__name__ == LINEAR]
-        self.states = [x[0] for y in linear for x in (y.recurrent_states, y.conv_states)]
-        self.copies = [[torch.empty_like(x) for x in self.states] for _ in range(most)]
-
-    @property
-    def length(self) -> torch.Tensor:
-        return self.lengths[0]
-
-    def note(self, place: int) -> None:
-        """Copies the states."""
-        if self.states:
-            torch._foreach_copy_(self.copies[place], self.states)
-
-    def take_back(self, tokens: int, place: int) -> None:
-        """Takes back the latest tokens; the states before them were noted at a place."""
-        torch._foreach_sub_(self.lengths, tokens)
-        if self.states:
-            torch._foreach_copy_(self.states, self.copies[place])
+    return DRAFTS if found is None else max(1, min(int(found), most))
 
 
 def why_not_past(cache: Any, slots: int) -> Optional[str]:
@@ -91,70 +72,125 @@ def why_not_past(cache: Any, slots: int) -> Optional[str]:
 
 
 class Assistant(Drafter):
-    """count: drafts of a round. given: the model's arguments. ids [1, T]: the prompt; slots: for
-    the text and a round's drafts."""
+    """ids [1, P]: the prompt; given: the model's arguments for it. count: drafts of a round. slots:
+    for the text and a round's drafts."""
+
+    in_graph = True
 
     def __init__(self, model: nn.Module, assistant: nn.Module, ids, given, count: int, slots: int):
         name = next(name for name in CACHE_NAMES if given.get(name) is not None)
         self.cache = sys.modules[CACHES].StaticCache(config=assistant.config, max_cache_len=slots)
         self.reason = why_not_past(self.cache, slots)
-        self.reader = Reader(assistant, ids, {**given, name: self.cache})
-        self.count, self.choice = count, RowChoice(Choice([], False), ids)
+        mine = {n: given[n][..., :-1] for n in SLICED if given.get(n) is not None}
+        # the last token is read with the one behind it
+        self.reader = Reader(assistant, ids[:, :-1], {**given, **mine, name: self.cache})
+        self.model, self.name, self.count = assistant, name, count
+        self.choice = RowChoice(Choice([], False), ids)
         self.ids: List[int] = []
-        self.cached = 0  # tokens in the cache
-        self.drafted = 0  # length of the text behind which the latest drafts are
+        self.behind = 0  # length of the text behind which the latest drafts are
         sizes = [sum(x.numel() for x in m.parameters()) for m in (assistant, model)]
         self.takes = count * sizes[0] / sizes[1]
-        self.found = ids.new_zeros(count)
-        self.lacking = ids.new_zeros(2)  # ids that the assistant has not read
-        self.given = Graph.delivery(ids.device, [self.lacking]).values[0]
-
-    def begin(self) -> None:
-        self.reader.prompt()
-        self.past = Past(self.cache, self.count)
-        self.cached = self.reader.ids.shape[1]
-        reader, before = self.reader, self._before
-        of = reader.model, self.cache, reader.name, 1, self.choice, self.past
-        self.step = Round(*of, lambda ids: reader.inputs(ids, before()))
-
-    def _before(self) -> List[int]:
-        """The ids in the cache; those of drafts do not matter."""
-        return (self.ids + [0] * self.count)[: self.cached]
 
     def add(self, token: int) -> None:
         self.ids.append(token)
 
+    def verified(self, right: int) -> None:
+        self.behind = len(self.ids) + right
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Reads the prompt but for its last token, and finds what inputs follow from a length."""
+        self.reader.prompt()
+        layers, P = self.cache.layers, self.reader.ids.shape[1]
+        self.lengths = [layer.cumulative_length for layer in layers if hasattr(layer, LENGTH)]
+        linear = [layer for layer in layers if type(layer).__name__ == LINEAR]
+        self.states = [x[0] for y in linear for x in (y.recurrent_states, y.conv_states)]
+        self.copies = [x.new_zeros(self.count + 1, *x.shape) for x in self.states]
+        for copy, x in zip(self.copies, self.states):
+            copy[0] = x
+        self.firsts = (1, 1) if self.states else (2,)  # tokens of calls until the first draft
+        self.made = {T: self._following(T, P) for T in {*self.firsts, 1}}
+        self._set(P)
+
+    def _following(self, T: int, P: int) -> Following:
+        """Inputs of T tokens that follow from the tokens in the cache."""
+        device = self.reader.ids.device
+        found = []
+        for length in (P, P + 1):
+            self._set(length)
+            ids = torch.zeros(1, T, dtype=torch.int64, device=device)
+            inputs = self.reader.inputs(ids, [0] * length)
+            found.append(({**inputs, IDS: ids}, torch.tensor(length, device=device)))
+        (one, start), (two, length) = found
+        if following(one, start, {**two, IDS: one[IDS]}, length) is None:
+            raise NotServed
+        return Following(one, start)
+
+    def _set(self, tokens: int) -> None:
+        for length in self.lengths:
+            length.fill_(tokens)
+        self._count(tokens)
+
+    def _count(self, tokens: int) -> None:
+        """Sets what Python counts, which must only not reach the end of a window."""
+        for layer in self.cache.layers:
+            if COUNT in layer.__dict__:
+                setattr(layer, COUNT, tokens)
+
+    def read(self, ids: torch.Tensor, token: torch.Tensor, hidden: Any) -> None:
+        """Behind the prompt ids [1, P] the model has chosen token [1]."""
+        self.behind = ids.shape[1]
+
+    def alone(self, token: torch.Tensor, hidden: Any, before: torch.Tensor) -> None:
+        pass
+
     @torch.no_grad()
     def drafts(self) -> torch.Tensor:
-        lacking = self.ids[self.cached :]
-        if len(lacking) > 2:  # drafts have rested
-            first = self.found.new_tensor([lacking[:-1]])
-            self.reader.model(
-                **self.reader.inputs(first, self._before()), **{self.reader.name: self.cache}
-            )
-            self.cached, lacking = len(self.ids) - 1, lacking[-1:]
-        self.given[: len(lacking)] = torch.tensor(lacking)
-        self.lacking.copy_(self.given, non_blocking=True)
-        self.drafted = len(self.ids)
-        for n in range(len(lacking)):
-            self.step.ids[0].copy_(self.lacking[n : n + 1])
-            self._step()
-        for n in range(self.count):
-            self.past.note(n)
-            self.found[n : n + 1].copy_(self.step.tokens)
-            if n + 1 < self.count:
-                self._step()
-        return self.found
+        """The drafts [count] behind the text, whose latest tokens may not have been read."""
+        start, end = self.behind - 1, len(self.ids) - 2
+        self._set(start)
+        self._back(0)
+        if end > start:  # drafts have rested
+            ids = self.reader.ids.new_tensor([self.ids[start:end]])
+            inputs = self.reader.inputs(ids, self.ids[:start])
+            self.model(**{**inputs, IDS: ids, self.name: self.cache})
+            for copy, x in zip(self.copies, self.states):
+                copy[0] = x
+        pair = self.reader.ids.new_tensor(self.ids[-2:])
+        return self._chain(pair, self.lengths[0].clone())
 
-    def _step(self) -> None:
-        self.step.count(self.cached)
-        self.step.compute(None)
-        self.cached += 1
+    @torch.no_grad()
+    def after(self, read, tokens, hidden, right, before) -> torch.Tensor:
+        """The last token that counts, and the drafts behind it [1 + count].
 
-    def verified(self, right: int) -> None:
-        """A round has added `right` tokens, all but the last of them drafts."""
-        place = min(right, self.count) - 1
-        wrong = self.cached - self.drafted - place
-        if wrong:
-            self.past.take_back(wrong, place)
-            self.cached -= wrong
+        tokens [T] were chosen behind each of read [T], the first `right` [] of them count; before
+        []: the tokens in the model's cache before those T.
+        """
+        last = right.reshape(1) - 1
+        pair = torch.cat([read.index_select(0, last), tokens.index_select(0, last)])
+        length = before + right - 1
+        for each in self.lengths:
+            each.copy_(length)
+        self._back(last)
+        return torch.cat([pair[1:], self._chain(pair, length)])
+
+    def _back(self, place: Any) -> None:
+        """Puts back the states of a place, a number or a tensor [1]."""
+        for copy, x in zip(self.copies, self.states):
+            x.copy_(copy[place] if isinstance(place, int) else copy.index_select(0, place)[0])
+
+    def _chain(self, pair: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+        """Drafts [count] behind a pair of tokens [2], with `length` [] tokens before them."""
+        calls, found, place = list(pair.split(self.firsts)), [], 0
+        self._count(self.reader.ids.shape[1])
+        while len(found) < self.count:
+            ids = calls.pop(0) if calls else found[-1]
+            inputs = {**self.made[len(ids)].now(length), IDS: ids[None], self.name: self.cache}
+            logits = self.model(**inputs).logits[:, -1]
+            length = length + len(ids)
+            for copy, x in zip(self.copies, self.states):
+                copy[place] = x
+            place += 1
+            if not calls:
+                found.append(self.choice.choose(logits, ids[-1:], 0)[0])
+        return torch.cat(found)

@@ -18,7 +18,7 @@ from .assistants import Assistant, drafts_of, why_not_assistant
 from .capture import Graph
 from .graph_rules import CACHE_NAMES, CACHES, why_not_cache, why_not_model, why_not_now
 from .late import EOS, LENGTH, UTILS, Draws
-from .lookup import Drafter, Lookup, Pace
+from .lookup import Drafter, Lookup, NotServed, Pace
 from .mtp import MOST, Mtp
 from .mtp_rounds import MtpRounds
 from .reading import Reader, last_hidden
@@ -31,10 +31,6 @@ from .static_cache import PREPARE, TooLong, _slides, with_static_cache
 LOOPS = ("synced_gpus", "streamer", "inputs_tensor", "assistant_model", "assistant_tokenizer",
          "tokenizer")  # fmt: skip
 OTHERS = ("assistant_early_exit", "assistant_ensemble_weight", "use_mtp", "speculation_type")
-
-
-class NotServed(Exception):
-    """The call is left to transformers' loop; nothing was changed."""
 
 
 def drafted(
@@ -53,7 +49,7 @@ def drafted(
     if getattr(config, "output_scores", False):
         choice.known = None  # a kernel's are seen by nobody
     helper = around["assistant_model"]
-    count = _count(model, config, helper, given)
+    count = _count(model, config, helper, input_ids, given)
     given = _with_cache(model, input_ids, config, given, count)
     drafter = _drafter(model, config, helper, given, input_ids, count)
     loop = Loop(Reader(model, input_ids, given), choice, stopping_criteria, config, drafter)
@@ -67,13 +63,13 @@ def drafted(
     return loop.result()
 
 
-def _count(model: nn.Module, config: Any, helper: Optional[nn.Module], given: dict) -> int:
+def _count(model: nn.Module, config: Any, helper: Any, ids: torch.Tensor, given: dict) -> int:
     """The drafts of a round."""
     if config.prompt_lookup_num_tokens is not None:
         return min(config.prompt_lookup_num_tokens, MOST)
     if type(helper) is Mtp:
         return helper.count
-    if helper is None or why_not_assistant(model, helper, given) is not None:
+    if helper is None or why_not_assistant(model, helper, ids, given) is not None:
         raise NotServed
     return drafts_of(helper, MOST)
 
@@ -186,13 +182,14 @@ class Loop:
         model, drafter = self.reader.model, self.drafter
         model.get_compiled_call(getattr(self.config, "compile_config", None))  # expects a prompt
         drafter.begin()
-        with last_hidden(model) if drafter.in_graph else contextlib.nullcontext() as found:
+        hidden = drafter.reads_hidden
+        with last_hidden(model) if hidden else contextlib.nullcontext() as found:
             logits = self.reader.prompt().logits[:, -1]
         token, scores = self.choice.first(logits)
         self.choice.begin(logits.shape[-1])
         self.back = TakesBack(self.cache, 1 + drafter.count)
         if drafter.in_graph:
-            drafter.read(self.reader.ids, token, found.states)
+            drafter.read(self.reader.ids, token, found.states if hidden else None)
         for each in self.ids:
             drafter.add(each)
         self._take(token.tolist(), logits, scores)

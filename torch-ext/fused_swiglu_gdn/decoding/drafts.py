@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 from ..layers.plain import named_modules
-from .draft_loop import NotServed, drafted
+from .draft_loop import drafted
 from .graph_rules import CACHE_NAMES, CACHES
 from .late import UTILS, Generate, View
+from .lookup import NotServed
 from .mtp import MOST, Mtp, MtpDrafts
 from .rows import keeping
 

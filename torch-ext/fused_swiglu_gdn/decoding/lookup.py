@@ -1,9 +1,14 @@
 """Drafters of a loop of rounds: what they have in common, drafts from the text so far, and the
 pace."""
 
+import statistics
 from typing import Dict, List, Sequence, Tuple, Union
 
 import torch
+
+
+class NotServed(Exception):
+    """The call is left to transformers' loop; nothing was changed."""
 
 
 class Drafter:
@@ -11,7 +16,8 @@ class Drafter:
 
     count: int
     takes = 0.0  # time of a round's drafts, in that of a token
-    in_graph = False  # in that of the round before them: mtp_rounds.py has what that needs
+    in_graph = False  # it drafts in that of the round before: mtp_rounds.py, assistants.py
+    reads_hidden = False  # the model's states behind its last norm
 
     def begin(self) -> None:
         """Reads the prompt, where it has to."""
@@ -60,11 +66,13 @@ class Pace:
     """Decides whether drafts are worth a round.
 
     A round of several tokens takes longer than one token: WORTH of it, an estimate for one H200,
-    and what its drafts take, in the same unit. Where the latest WINDOW rounds gave fewer tokens
-    each, the next REST tokens come one by one, and twice as many when that happens again.
+    and what its drafts take, in the same unit. Where rounds gave fewer tokens each, the next REST
+    tokens come one by one, and twice as many when that happens again. A few rounds tell it where
+    hardly any draft is right: the latest WINDOW by half of what a round is to add to a token, and
+    four times as many by all of it.
     """
 
-    WORTH, WINDOW, REST = 1.3, 8, 64
+    WORTH, WINDOW, REST = 1.2, 8, 64
 
     def __init__(self, drafts: float = 0.0):
         self.worth = self.WORTH + drafts
@@ -88,9 +96,17 @@ class Pace:
     def note(self, tokens: int) -> None:
         """tokens: those that a round with drafts gave."""
         self.latest.append(tokens)
-        if len(self.latest) == self.WINDOW:
-            if sum(self.latest) < self.worth * self.WINDOW:
-                self.waits, self.rest = self.rest, 2 * self.rest
-            else:
-                self.rest = self.REST
+        n = len(self.latest)
+        if n % self.WINDOW:
+            return
+        mean = statistics.mean(self.latest[-self.WINDOW :])
+        if (
+            mean < 1 + (self.worth - 1) / 2
+            or n > 3 * self.WINDOW
+            and sum(self.latest) < n * self.worth
+        ):
+            self.waits, self.rest = self.rest, 2 * self.rest
+            self.latest.clear()
+        elif n > 3 * self.WINDOW:
+            self.rest = self.REST
             self.latest.clear()

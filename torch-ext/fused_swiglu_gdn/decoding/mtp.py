@@ -7,6 +7,7 @@ transformers leaves these weights, `mtp.*`, in the file. The next draft reads th
 in the place of the hidden state. Embedding and head are the model's.
 """
 
+import contextlib
 import copy
 import json
 import re
@@ -45,6 +46,19 @@ class Mtp(nn.Module):
         self.norm = norm(H, eps=eps)
         self.config, self.count = config, count
         self.generation_config = copy.deepcopy(model.generation_config)
+
+    @contextlib.contextmanager
+    def _optimize_model_for_decode(self):
+        """As transformers' models do: experts of few tokens by what a graph can have."""
+        config, slow = self.config, getattr(self.config, "_experts_implementation", None)
+        change = slow == "grouped_mm" and self.fc.weight.is_cuda
+        if change:
+            config._experts_implementation_internal = "batched_mm"
+        try:
+            yield
+        finally:
+            if change:
+                config._experts_implementation_internal = slow
 
     def forward(self, model, ids, hidden, positions, cache, mask=None) -> torch.Tensor:
         """Hidden states [B, n, H] behind `hidden` [B, n, H] of tokens p and `ids` [B, n] of p + 1.

@@ -26,7 +26,7 @@ class MtpRounds(Drafter):
     Tokens that the model chose one by one, while drafts rest, are left out of the layer's cache.
     """
 
-    in_graph = True
+    in_graph = reads_hidden = True
 
     def __init__(self, model: nn.Module, mtp: Mtp, slots: int):
         self.model, self.mtp, self.count = model, mtp, mtp.count
@@ -58,14 +58,14 @@ class MtpRounds(Drafter):
 
     def drafts(self) -> torch.Tensor:
         """The drafts [count] behind the latest token, if that was no token of a round."""
-        return self.after(*self.latest)[1:]
+        return self.after(None, *self.latest)[1:]
 
     @torch.no_grad()
-    def after(self, tokens, hidden, right, before) -> torch.Tensor:
+    def after(self, read, tokens, hidden, right, before) -> torch.Tensor:
         """The last token that counts, and the drafts behind it [1 + count].
 
-        tokens [T] were chosen behind T others, with hidden states [1, T, H]; the first `right` []
-        of them count; `before` []: the tokens in the model's cache before those T.
+        tokens [T] were chosen behind each of read [T], with hidden states [1, T, H]; the first
+        `right` [] of them count; `before` []: the tokens in the model's cache before those T.
         """
         length, T = self.layer.cumulative_length, len(tokens)
         h = self._layer(tokens, hidden, before)

@@ -107,17 +107,13 @@ class Round:
         """Computes the tokens behind each of ids; the cache keeps the right ones. None: of those
         that are on the device, which the latest call has put there: of one the token that it has
         chosen. While it runs, what a graph has baked in is compared for the next call."""
-        self.compute(ids)
-        slot = self.free.popleft()
-        slot.send([self.told])
-        self.sent.append(slot)
-
-    def compute(self, ids: Optional[List[int]]) -> None:
-        """launch, but nothing is received."""
         if ids is not None:
             self.given.copy_(torch.tensor(ids))
             self.ids[0].copy_(self.given, non_blocking=True)
         self._run()
+        slot = self.free.popleft()
+        slot.send([self.told])
+        self.sent.append(slot)
         self.checked = self.graph is not None and self._holds()
 
     def receive(self) -> List[int]:
@@ -152,13 +148,14 @@ class Round:
     def _verify(self, inputs: dict) -> None:
         T, back, drafter = self.T, self.back, self.drafter
         before = back.length.clone()
-        with nullcontext() if drafter is None else last_hidden(self.model) as found:
+        hidden = drafter is not None and drafter.reads_hidden
+        with last_hidden(self.model) if hidden else nullcontext() as found:
             out = self.model(**{self.name: self.cache}, **inputs)
         if T > 1:
             back.check()
         self.logits = out.logits[0, -T:]
         self.tokens, self.scores = self.choice.choose(self.logits, self.ids[0], before)
-        if drafter is not None:
+        if hidden:
             self.hidden = found.states[:, -T:]
         if T == 1:
             self.told = self.tokens
@@ -171,7 +168,8 @@ class Round:
         self.choice.keep(right)
         back.keep(right, T)
         if drafter is not None:
-            self.ids.copy_(drafter.after(self.tokens, self.hidden, right, before)[None])
+            given = self.ids[0], self.tokens, self.hidden, right, before
+            self.ids.copy_(drafter.after(*given)[None])
 
     def _capture(self, inputs: dict, graph: Graph) -> None:
         before, back = self.before, self.back
