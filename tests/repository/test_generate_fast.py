@@ -15,7 +15,8 @@ def test_a_few_tokens(kernel, capsys):
     for choice in ("greedy", "drawn"):
         for way in ("compiled", "graphed"):
             assert torch.equal(found["eager", choice][0], found[way, choice][0])
-    assert torch.equal(found["graphed", "drafted"][0], found["eager", "greedy"][0])
+    for choice in example.DRAFTED:
+        assert torch.equal(found["graphed", choice][0], found["eager", "greedy"][0])
     assert all(len(times) == 8 and times == sorted(times) for _, times in found.values())
     said = capsys.readouterr().out
     assert "tokens/s" in said and "left alone: no CUDA graph: the model is on cpu" in said

@@ -19,7 +19,6 @@ from .attention.api import (
     latent_attention_with_kvcache,
     sigmoid_gate,
 )
-from .decoding.mtp import load_mtp
 from .experts.api import fused_experts
 from .experts.api_topk import fused_topk
 from .gdn.api import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
@@ -33,6 +32,7 @@ from .models import (
     graphed_step,
     kernelize,
     layer_mapping,
+    load_mtp,
     register_experts,
     restore,
 )

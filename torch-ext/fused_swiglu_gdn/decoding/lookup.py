@@ -12,7 +12,7 @@ class NotServed(Exception):
 
 
 class Drafter:
-    """What drafts for a loop. count: at most so many a round."""
+    """A source of drafts for a loop. count: at most so many a round."""
 
     count: int
     takes = 0.0  # time of a round's drafts, in that of a token
