@@ -12,12 +12,13 @@ a trained model. `qwen:mtp` and `llama32:assistant` do so with drafts of an MTP 
 smaller model, both of random weights, which are computed and then replaced by an oracle's.
 """
 
+import contextlib
 import random
 import statistics
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Callable, Optional
+from typing import Optional
 
 import model_cases
 import torch
@@ -77,15 +78,30 @@ def ids_of(model, batch: int, **words) -> list:
     return found[0].tolist()
 
 
-def settled(text: Callable) -> list:
-    """A text that comes again where all of it is drafted: where two logits are within rounding of
-    each other, it depends on where rounds begin."""
-    found = text([], 0.0)
-    for _ in range(4):
-        before, found = found, text(found, 1.0)
-        if before == found:
-            break
-    return found
+@contextlib.contextmanager
+def given_text(package):
+    """Rounds choose the words of a given text, which they yield as a list, whatever the logits are:
+    random weights have so many of nearly the same size that a text depends on how sums round."""
+    choice = sys.modules[f"{package.__name__}.decoding.row_choice"].RowChoice
+    own, first = choice.choose, choice.first
+    random.seed(0)
+    text = [*prompt_of(1)[0].tolist(), *(random.randrange(1, 1000) for _ in range(NEW + 64))]
+    table = torch.tensor(text, device=DEVICE)
+
+    def choose(self, logits, ids, before):
+        tokens, scores = own(self, logits, ids, before)
+        if isinstance(before, torch.Tensor):  # else a draft
+            tokens = table[before + 1 + torch.arange(len(tokens), device=DEVICE)]
+        return tokens, scores
+
+    def chosen_first(self, logits):
+        return table[PROMPT : PROMPT + 1], first(self, logits)[1]
+
+    choice.choose, choice.first = choose, chosen_first
+    try:
+        yield text
+    finally:
+        choice.choose, choice.first = own, first
 
 
 def with_mtp(package, model, table) -> tuple:
@@ -125,16 +141,16 @@ HELPERS = {"mtp": (with_mtp, "an MTP layer"), "assistant": (with_assistant, "an 
 
 
 @torch.no_grad()
-def helped(package, name: str, kind: str, begin: Optional[Path] = None) -> dict:
+def helped(package, truth: list, name: str, kind: str, begin: Optional[Path] = None) -> dict:
     """Greedy tokens without drafts, and with those of a helper, of which an oracle says how many
     are right."""
     model = model_of(name)
     print(package.kernelize(model, cuda_graphs=True), flush=True)
     loop = sys.modules[f"{package.__name__}.decoding.draft_loop"]
-    table = torch.zeros(PROMPT + NEW + 8, dtype=torch.int64, device=DEVICE)
+    table = torch.zeros(PROMPT + NEW + 64, dtype=torch.int64, device=DEVICE)
     helper, drafter, changes, count = HELPERS[kind][0](package, model, table)
     before, words = {n: getattr(drafter, n) for n in changes}, {"assistant_model": helper}
-    pace, worth, own_round, rounds, taken = loop.Pace, loop.Pace.WORTH, loop.Round, {}, {}
+    pace, own_round, rounds, taken = loop.Pace, loop.Round, {}, {}
 
     def drafts(truth: list, rate: float) -> None:
         coin = random.Random(0)
@@ -145,14 +161,6 @@ def helped(package, name: str, kind: str, begin: Optional[Path] = None) -> dict:
         def __init__(self, *given):
             super().__init__(*given)
             rounds[self.T] = self
-
-    def text(truth: list, rate: float) -> list:
-        pace.WORTH = -9
-        drafts(truth, rate)
-        try:
-            return ids_of(model, 1, **words)
-        finally:
-            pace.WORTH = worth
 
     def way(rate: float) -> float:
         taken[rate] = []
@@ -172,7 +180,6 @@ def helped(package, name: str, kind: str, begin: Optional[Path] = None) -> dict:
     for each, change in changes.items():
         setattr(drafter, each, change)
     try:
-        truth = settled(text)
         ways = {"without drafts": lambda: token_us(model.generate, 1, NEW)}
         ways.update({f"drafts, {rate:g} right": partial(way, rate) for rate in (0.0, 0.7, 1.0)})
         row = row_of(name, 1, in_turns(ways, begin))
@@ -193,7 +200,7 @@ def helped(package, name: str, kind: str, begin: Optional[Path] = None) -> dict:
 
 
 @torch.no_grad()
-def drafted(package, name: str, batch: int, begin: Optional[Path] = None) -> dict:
+def drafted(package, truth: list, name: str, batch: int, begin: Optional[Path] = None) -> dict:
     """Greedy tokens without drafts and with those of an oracle, and what its graphs take."""
     model = model_of(name)
     print(package.kernelize(model, cuda_graphs=True), flush=True)
@@ -215,18 +222,6 @@ def drafted(package, name: str, batch: int, begin: Optional[Path] = None) -> dic
                 super().note(tokens)
 
         return Noting
-
-    def text(truth: list, rate: float) -> list:
-        """The ids of a call in which every round has all rows: what those choose may differ from
-        what one row chooses by rounding."""
-        loop.Lookup = oracle_of(loop.Drafter, truth, rate)
-        pace.WORTH, worth = 0, pace.WORTH
-        try:
-            return ids_of(model, batch, **words)
-        finally:
-            pace.WORTH = worth
-
-    truth = settled(text)
 
     def way(rate: float) -> float:
         taken[rate] = []
@@ -252,10 +247,11 @@ def drafted(package, name: str, batch: int, begin: Optional[Path] = None) -> dic
 def rows(package, options):
     for case in options.cases or CASES:
         name, batch = case.split(":")
-        if batch in HELPERS:
-            yield helped(package, name, batch, options.wait_for)
-        else:
-            yield drafted(package, name, int(batch), options.wait_for)
+        with given_text(package) as text:
+            if batch in HELPERS:
+                yield helped(package, text, name, batch, options.wait_for)
+            else:
+                yield drafted(package, text, name, int(batch), options.wait_for)
         torch.cuda.empty_cache()
 
 
