@@ -26,7 +26,7 @@ class Drafter:
         """A token of the text, from its first on."""
 
     def drafts(self) -> Union[List[int], torch.Tensor]:
-        """Those behind the tokens added; a tensor is on the device."""
+        """Drafts what follows the tokens added; a tensor is on the device."""
         raise NotImplementedError
 
     def verified(self, right: int) -> None:

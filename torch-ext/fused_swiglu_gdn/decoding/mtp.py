@@ -43,7 +43,7 @@ class Mtp(nn.Module):
 
     @contextlib.contextmanager
     def _optimize_model_for_decode(self):
-        """As transformers' models do: experts of few tokens by what a graph can have."""
+        """Has experts of few tokens computed as a graph can have them, as transformers does."""
         config, slow = self.config, getattr(self.config, "_experts_implementation", None)
         change = slow == "grouped_mm" and self.fc.weight.is_cuda
         if change:
