@@ -74,8 +74,10 @@ def reference():
             yield record
 
 
+@pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("change", LATER)
-def test_what_changes_later_counts(kernel, reference, monkeypatch, change):
+def test_what_changes_later_counts(kernel, reference, monkeypatch, change, traced):
+    """Also where torch.compile traces the module afterwards."""
     torch.manual_seed(0)
     module = MyMLP().double()
     own, x = copy.deepcopy(module), torch.randn(3, D, dtype=torch.float64)
@@ -91,6 +93,9 @@ def test_what_changes_later_counts(kernel, reference, monkeypatch, change):
     else:
         for each in (module, own):
             LATER[change](each, monkeypatch)
+    if traced:
+        torch._dynamo.reset()
+        module = torch.compile(module, backend="eager")
     with torch.no_grad():
         found, expected = module(x), own(x)
     assert not reference, "ours has computed"

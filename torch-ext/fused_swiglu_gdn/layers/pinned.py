@@ -146,6 +146,13 @@ class Pinned:
     def known_in(self, space: dict) -> frozenset:
         return self.looked_for.intersection(space)
 
+    def unchanged_of(self, module: nn.Module, guards: Tuple[Tuple[str, object], ...]) -> bool:
+        """What of unchanged() torch.compile can trace: what is of the module itself."""
+        names, attributes = (*self.methods, *module._modules), module.__dict__
+        if any([name in attributes for name in names]):  # torch 2.11 traces no other question
+            return False
+        return not guards or holds(module, guards)
+
     def unchanged(  # noqa: C901  one function: each module of each token calls it
         self, module: Optional[nn.Module] = None, guards: Tuple[Tuple[str, object], ...] = ()
     ) -> bool:

@@ -207,6 +207,11 @@ def forward_of(form: Form) -> Callable:
     calls."""
     kind, pinned, guards, argument, roles = form
 
+    def of_class() -> bool:
+        return pinned.unchanged()
+
+    of_class._dynamo_marked_constant = True  # torch._dynamo.assume_constant_result: at the trace
+
     def forward(self, *args, **kwargs):
         if len(args) == 1 and not kwargs:
             x = args[0]
@@ -215,8 +220,11 @@ def forward_of(form: Form) -> Callable:
         else:
             return kind.forward(self, *args, **kwargs)  # raises, as ever
         compiling = torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag
-        holds = compiling or pinned.unchanged(self, guards)  # a constant of the trace
-        y = serve(self, x, roles, compiling) if holds else None
+        if compiling:
+            same = of_class() and pinned.unchanged_of(self, guards)
+        else:
+            same = pinned.unchanged(self, guards)
+        y = serve(self, x, roles, compiling) if same else None
         return kind.forward(self, x) if y is None else y
 
     forward.__wrapped__ = kind.forward  # whose arguments inspect and torch.fx then find
