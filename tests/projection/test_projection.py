@@ -46,6 +46,13 @@ def check(dtype, device, monkeypatch):
             call = calls.TokenMlp.of((x, *weights, down, activation))
             y = submodule(portable).prepare_token_mlp_fwd(call)(*call.tensors)
             assert_close(y, z.double() @ down.double().T)
+    for K, rows in ((64, 3), (768, 70), (1536, 16)):
+        x, (w,) = inputs(1, K, (rows,), dtype, device)
+        norm = torch.randn(K, device=device, dtype=dtype)
+        call = calls.NormedProject.of((x[None], norm, w, 1e-6))
+        y = submodule(portable).prepare_normed_project_fwd(call)(*call.tensors)
+        wide = (t.double() for t in call.tensors)
+        assert_close(y, reference.normed_project_fwd(*wide, 1e-6))
     for K, rows, parts in ((64, 1, 1), (192, 70, 3), (448, 130, 3), (576, 64, 5)):
         monkeypatch.setattr(submodule(portable), "parts_of_k", lambda x, weight, parts=parts: parts)
         for M in (1, 5, 64):

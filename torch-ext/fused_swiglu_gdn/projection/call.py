@@ -40,6 +40,18 @@ class TokenMlp(NamedTuple):
     options: TokenMlpOptions
 
 
+class NormedOptions(NamedTuple):
+    eps: float
+
+
+@call
+class NormedProject(NamedTuple):
+    x: Tensor  # [..., K], one token
+    norm: Tensor  # [K], the weight of an RMS norm
+    w: Tensor  # [N, K]
+    options: NormedOptions
+
+
 def products(x: Tensor, weights, activation: Optional[str] = None) -> Project:
     """The call for a list of weights."""
     absent = (None,) * (MAX_WEIGHTS - len(weights))

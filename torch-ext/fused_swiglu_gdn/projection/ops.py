@@ -6,7 +6,7 @@ from torch import Tensor
 from ..runtime.dtypes import HALF
 from ..runtime.operation import Operation
 from . import reference
-from .call import MAX_TOKENS, Project, TokenMlp
+from .call import MAX_TOKENS, NormedOptions, NormedProject, Project, TokenMlp
 
 FAMILY = "projection.project"
 
@@ -40,4 +40,9 @@ PROJECT = Operation(FAMILY, "project_fwd", Project, reference, check=_gains, fak
 TOKEN_MLP = Operation(
     FAMILY, "token_mlp_fwd", TokenMlp, reference, check=_gains,
     fake=lambda call: call.x.new_empty(*call.x.shape[:-1], call.w_down.shape[0]),
+)  # fmt: skip
+NORMED_PROJECT = Operation(
+    FAMILY, "normed_project_fwd", NormedProject, reference,
+    check=lambda call: call._replace(options=NormedOptions(*call.options)),
+    fake=lambda call: call.x.new_empty(*call.x.shape[:-1], call.w.shape[0]),
 )  # fmt: skip

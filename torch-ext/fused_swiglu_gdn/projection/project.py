@@ -5,7 +5,7 @@ from typing import List, Optional
 from torch import Tensor
 
 from .call import MAX_WEIGHTS
-from .ops import PROJECT, TOKEN_MLP
+from .ops import NORMED_PROJECT, PROJECT, TOKEN_MLP
 
 
 def project(
@@ -45,4 +45,16 @@ def mlp_of_a_token(
     """
     tensors = (x, w_gate, w_up, w_down)
     run = TOKEN_MLP.serving(tensors, (activation,))
+    return None if run is None else run(*tensors)
+
+
+def normed_project(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Optional[Tensor]:
+    """(x / rms(x) * norm) weight^T of one token, in one launch; None if no kernel supports the
+    call. For calls without gradients and autocast.
+
+    Args:
+        x: [..., K], K numbers in all. norm: [K]. weight: [N, K], the dtype of x.
+    """
+    tensors = (x, norm, weight)
+    run = NORMED_PROJECT.serving(tensors, (eps,))
     return None if run is None else run(*tensors)

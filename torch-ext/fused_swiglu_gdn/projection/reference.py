@@ -30,3 +30,15 @@ def token_mlp_fwd(
     activation: Optional[str],
 ) -> torch.Tensor:  # [..., K]
     return F.linear(swiglu_fwd(x, w_gate, w_up, None, None, activation), w_down)
+
+
+def normed_project_fwd(
+    x: torch.Tensor,  # [..., K]
+    norm: torch.Tensor,  # [K]
+    w: torch.Tensor,  # [N, K]
+    eps: float,
+) -> torch.Tensor:  # [..., N]
+    """(x / rms(x) * norm) w^T; what the norm gives is not rounded."""
+    wide = torch.float64 if x.dtype is torch.float64 else torch.float32
+    n = x.to(wide) * torch.rsqrt(x.to(wide).square().mean(-1, keepdim=True) + eps) * norm.to(wide)
+    return F.linear(n, w.to(wide)).to(x.dtype)

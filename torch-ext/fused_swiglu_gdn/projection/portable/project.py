@@ -19,13 +19,13 @@ import triton.language as tl
 
 from ...runtime import device, tuning
 from ...runtime.copies import on_copies
-from ...runtime.dtypes import HALF
+from ...runtime.dtypes import HALF, served
 from ...runtime.launch import Launch
 from ...runtime.ops import contiguous, rows_of
 from ...runtime.primitives import after_predecessor
 from ...runtime.sizes import cdiv, next_power_of_2
-from ..call import MAX_TOKENS, MAX_WEIGHTS, Project, TokenMlp, products
-from .token import gated_token_kernel, project_token_kernel, weight_of
+from ..call import MAX_TOKENS, MAX_WEIGHTS, NormedProject, Project, TokenMlp, products
+from .token import gated_token_kernel, normed_token_kernel, project_token_kernel, weight_of
 
 
 def _takes(x, weights: list, activation: Optional[str]) -> bool:
@@ -213,6 +213,30 @@ def _added(
         made = x.new_empty((parts, size), dtype=torch.float32)
         launch(x, *(weight,) * MAX_WEIGHTS, made)
         add(made, None, y)
+        return y
+
+    return run
+
+
+def prepare_normed_project_fwd(call: NormedProject) -> Optional[Callable]:
+    """(x, norm, w) -> y, of one token."""
+    x, norm, w, (eps,) = call
+    where, K = x.device, w.shape[1]
+    alike = x.dtype is w.dtype and x.stride(-1) == norm.stride(0) == 1 and served(norm)
+    if x.numel() != K or norm.shape != (K,) or not alike or not _takes(x.view(1, K), [w], None):
+        return None
+    options = dict(tuning.lookup("portable_project_token", where, M=1, N=w.shape[0], K=K))
+    sizes, pdl = (options.pop("BLOCK_N"), options.pop("BLOCK_K")), device.overlaps_launches(where)
+    early = (("launch_pdl", True),) if pdl else ()
+    launch = Launch(
+        normed_token_kernel, -(-w.shape[0] // sizes[0]), where, numbers=(K, w.shape[0], eps),
+        constexprs=(*sizes, pdl), options=(*options.items(), *early), guarded=True,
+    )  # fmt: skip
+    shape = (*x.shape[:-1], w.shape[0])
+
+    def run(x, norm, w):
+        y = x.new_empty(shape)
+        launch(x, norm, w, y)
         return y
 
     return run

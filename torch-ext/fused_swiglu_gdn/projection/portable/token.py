@@ -42,8 +42,9 @@ def weight_of(
 
 
 @triton.jit
-def _dots(x_ptr, row_ptrs, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """sum_k x[k] w[k] for the weight's rows at row_ptrs [BLOCK_N]; fp32."""
+def _dots(x_ptr, norm_ptr, row_ptrs, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """(sum_k x[k] norm[k] w[k] for the weight's rows at row_ptrs [BLOCK_N], fp32; the sum of the
+    squares of x if there is a norm)."""
     offs_k = tl.arange(0, BLOCK_K)
     w_ptrs = row_ptrs[:, None] + offs_k[None, :]
     # a weight is read once: not to be kept. In masks of this form Triton sees 16 bytes as one
@@ -51,17 +52,25 @@ def _dots(x_ptr, row_ptrs, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     near = (offs_k < K - BLOCK_K)[None, :]
     w1 = tl.load(w_ptrs + BLOCK_K, near, 0.0, eviction_policy="evict_first")
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    squares = tl.zeros((BLOCK_K,), tl.float32)
     for k in range(0, K, 2 * BLOCK_K):
         far = (offs_k < K - k - 2 * BLOCK_K)[None, :]
         w2 = tl.load(w_ptrs + k + 2 * BLOCK_K, far, 0.0, eviction_policy="evict_first")
         x0 = tl.load(x_ptr + k + offs_k, offs_k < K - k, 0.0).to(tl.float32)
+        if norm_ptr is not None:
+            squares += x0 * x0
+            x0 *= tl.load(norm_ptr + k + offs_k, offs_k < K - k, 0.0).to(tl.float32)
         acc += w0.to(tl.float32) * x0[None, :]
         far = (offs_k < K - k - 3 * BLOCK_K)[None, :]
         w3 = tl.load(w_ptrs + k + 3 * BLOCK_K, far, 0.0, eviction_policy="evict_first")
         x1 = tl.load(x_ptr + k + BLOCK_K + offs_k, offs_k < K - k - BLOCK_K, 0.0).to(tl.float32)
+        if norm_ptr is not None:
+            squares += x1 * x1
+            there = offs_k < K - k - BLOCK_K
+            x1 *= tl.load(norm_ptr + k + BLOCK_K + offs_k, there, 0.0).to(tl.float32)
         acc += w1.to(tl.float32) * x1[None, :]
         w0, w1 = w2, w3
-    return tl.sum(acc, 1)
+    return tl.sum(acc, 1), tl.sum(squares, 0)
 
 
 @triton.jit
@@ -93,7 +102,7 @@ def project_token_kernel(
     )  # fmt: skip
     offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(offs_n, rows - 1).to(tl.int64)  # past the end the last one, and not stored
-    y = _dots(x_ptr, w_ptr + row * K, K, BLOCK_N, BLOCK_K)
+    y, _ = _dots(x_ptr, None, w_ptr + row * K, K, BLOCK_N, BLOCK_K)
     tl.store(y_ptr + column + offs_n, y.to(y_ptr.dtype.element_ty), mask=offs_n < rows)
 
 
@@ -119,8 +128,30 @@ def gated_token_kernel(
     pair = tl.arange(0, 2 * BLOCK_N)
     row = tl.minimum(tl.program_id(0) * BLOCK_N + pair // 2, N - 1).to(tl.int64)
     w_ptr = either(pair % 2 == 0, w_gate_ptr, w_up_ptr, AMD)
-    products = _dots(x_ptr, w_ptr + row * K, K, 2 * BLOCK_N, BLOCK_K)
+    products, _ = _dots(x_ptr, None, w_ptr + row * K, K, 2 * BLOCK_N, BLOCK_K)
     gate, up = tl.split(tl.reshape(products, (BLOCK_N, 2)))
     z = activate(gate, ACTIVATION) * up
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     tl.store(z_ptr + offs_n, z.to(z_ptr.dtype.element_ty), mask=offs_n < N)
+
+
+@triton.jit
+def normed_token_kernel(
+    x_ptr,  # [K]
+    norm_ptr,  # [K]
+    w_ptr,  # [N, K]
+    y_ptr,  # [N]
+    K,
+    N,
+    eps,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,  # as above
+):
+    """y = W (x / rms(x) * norm); a program makes BLOCK_N numbers."""
+    after_predecessor(PDL)
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.minimum(offs_n, N - 1).to(tl.int64)
+    y, squares = _dots(x_ptr, norm_ptr, w_ptr + row * K, K, BLOCK_N, BLOCK_K)
+    y *= tl.rsqrt(squares / K + eps)
+    tl.store(y_ptr + offs_n, y.to(y_ptr.dtype.element_ty), mask=offs_n < N)
