@@ -135,6 +135,11 @@ def latent(B, T, S, filled, H=20, N=192, R=64, C=512, V=256, mask=torch.bool, ca
     out = kernel.latent_attention_with_kvcache(
         q, latents, rotated, weight, length, qk_nope_head_dim=N, attention_mask=mask
     )
+    if cached:  # the same by the operation of layers
+        step = submodule("attention.ops").LATENT_STEP
+        tensors = (q, kv, torch.ones_like(kv[0, 0, :C]), angle.cos(), angle.sin(), latents, rotated,
+                   weight, length - T, mask)  # fmt: skip
+        assert step(tensors, (N, (N + R) ** -0.5, 1e-6, "pairs_to_halves")).isfinite().all()
     torch.cuda.synchronize()
     assert out.isfinite().all()
 
@@ -174,6 +179,7 @@ CASES = {
     "latent, 16 rows": lambda: latent(1, 1, 1000, 999, H=16, N=128, V=128),
     "latent, 64 rows, a mask that is added": lambda: latent(1, 3, 500, 450, mask=torch.float32),
     "latent, 64 rows, none": lambda: latent(2, 2, 700, 641, **SMALL, mask=None),
+    "latent, 64 rows of 256 channels": lambda: latent(1, 3, 300, 237, C=256),
     "latent, one slot": lambda: latent(2, 1, 1, 1),
 }
 

@@ -302,6 +302,7 @@ calls(_latent, "latent attention", {
     "GLM-4.7-Flash": {},
     "GLM-4.7-Flash, 4 tokens, grows": dict(T=4, S=777, grows=True),
     "DeepSeek-V2-Lite, batch 16": dict(B=16, H=16, N=128, V=128),
+    "GLM-4.7-Flash, batch 16": dict(B=16),
     "DeepSeek-V3": dict(H=128, N=128, V=128),
     "MiniCPM3": dict(H=40, C=256, N=64, R=32, V=64, mask=None),
     "fp16, a mask that is added": dict(H=32, N=128, V=128, mask=FP32, dtype=FP16),
@@ -326,6 +327,27 @@ calls(_latent_rope, "latent norm and rope", {
     "GLM-4.7-Flash": {},
     "MiniCPM3": dict(H=40, C=256, N=64, R=32, rotary="halves", cached=False),
     "DeepSeek-V2": dict(T=8192, H=128, N=128, rotary="pairs", cached=False),
+})  # fmt: skip
+
+
+def _latent_step(
+    kernel, B=1, T=1, S=8192, H=20, C=512, N=192, R=64, V=256, rotary="pairs_to_halves"
+):
+    q, kv, norm = values(B, T, H, N + R), values(B, T, C + R), values(C)
+    cos, sin = (None if rotary is None else values(1, T, R // 2) for _ in "cs")
+    c, r, weight = values(B, 1, S, C), values(B, 1, S, R), values(H * (N + V), C)
+    length = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    mask = torch.zeros(B, 1, T, S, dtype=torch.bool, device=DEVICE)
+    tensors = (q, kv, norm, cos, sin, c, r, weight, length, mask)
+    operation = submodule("attention.ops").LATENT_STEP
+    options = (N, (N + R) ** -0.5, 1e-6, rotary or "halves")
+    return lambda: operation(tensors, options)
+
+
+calls(_latent_step, "latent step", {
+    "GLM-4.7-Flash": {},
+    "Kimi Linear, batch 16": dict(B=16, H=32, N=128, V=128, rotary=None),
+    "DeepSeek-V3": dict(H=128, N=128, V=128),
 })  # fmt: skip
 
 
@@ -703,6 +725,12 @@ calls(_convolution_update, "gdn_layer convolution update", {
 })  # fmt: skip
 calls(_prologue, "gdn_layer prologue", {"": {}, "packed": dict(packed=two)})
 calls(_layer_decode, "gdn_layer decode", {"": {}, "batch 64": dict(B=64)})
+def _normed_projection(kernel, K, N):
+    tensors = (values(1, 1, K), values(K), values(N, K))
+    return lambda: submodule("projection.ops").NORMED_PROJECT.op(*tensors, 1e-6)
+
+
+calls(_normed_projection, "projection of a norm", {"GLM-4.7-Flash": dict(K=768, N=5120)})
 calls(_projections, "projection", {
     "1 token": {}, "4 tokens": dict(B=4), "4 tokens, one weight": dict(B=4, rows=(2048,)),
     "64 tokens, one weight": dict(B=64, K=9216, rows=(2560,)),

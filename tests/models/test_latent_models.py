@@ -70,7 +70,8 @@ def chunks_of(name: str, batch: int = 2, drafts: bool = True) -> list:
 
 
 def served_calls(record: dict) -> int:
-    return len(record.get("latent_attention", ()))
+    steps = [by for by in record.get("latent_step", ()) if by != "reference"]
+    return len(record.get("latent_attention", ())) + len(steps)
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -113,3 +113,28 @@ class LatentNormRope(NamedTuple):
     rotated_cache: Optional[Tensor]  # [B, 1, S, R]
     cache_position: Optional[Tensor]  # [], the first slot that is written
     options: LatentRopeOptions
+
+
+class LatentStepOptions(NamedTuple):
+    nope: int  # N
+    scale: float
+    eps: float  # of the norm
+    rotary: str  # of ROTARY in checks.py
+
+
+@call
+class LatentStep(NamedTuple):
+    """Tokens of a layer that keeps latents, between its projections: norm, rotary embedding, cache
+    write and attention."""
+
+    q: Tensor  # [B, T, H, N + R]
+    kv: Tensor  # [B, T, C + R]
+    norm: Tensor  # [C]
+    cos: Optional[Tensor]  # as LatentNormRope has it
+    sin: Optional[Tensor]
+    latents: Tensor  # [B, 1, S, C], written in place
+    rotated: Tensor  # [B, 1, S, R], written in place
+    weight: Tensor  # [H * (N + V), C]
+    length: Tensor  # []: the first slot that is written; T is added to it in place
+    mask: Optional[Tensor]  # [B or 1, 1, T or 1, S]
+    options: LatentStepOptions

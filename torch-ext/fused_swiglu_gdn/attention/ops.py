@@ -6,6 +6,8 @@ from .call import (
     KvCacheAttention,
     LatentAttention,
     LatentNormRope,
+    LatentStep,
+    LatentStepOptions,
     QkGradient,
     QkNormRope,
     SigmoidGate,
@@ -66,6 +68,18 @@ LATENTS_TO_CACHE = Operation(
     LATENT, "latent_norm_rope", LatentNormRope, reference, check=checks.fused_latent_norm_rope,
     outputs=2, fake=_written_latents, written=("q", "latent_cache", "rotated_cache"),
     schema="latent_norm_rope_cache",
+)  # fmt: skip
+
+
+def _of_step(call: LatentStep):
+    B, T, H, _ = call.q.shape
+    return call.q.new_empty(B, T, H, call.weight.shape[0] // H - call.options.nope)
+
+
+LATENT_STEP = Operation(  # for layers; not part of the API
+    "attention.latent_step", "latent_step", LatentStep, reference, fake=_of_step,
+    check=lambda call: call._replace(options=LatentStepOptions(*call.options)),
+    aligned=("latents", "rotated"), written=("latents", "rotated", "length"),
 )  # fmt: skip
 
 

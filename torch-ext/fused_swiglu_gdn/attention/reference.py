@@ -191,6 +191,29 @@ def latent_norm_rope(*fields) -> Tuple[Tensor, Tensor]:
     return found
 
 
+def latent_step(
+    q: Tensor,  # [B, T, H, N + R]
+    kv: Tensor,  # [B, T, C + R]
+    norm: Tensor,  # [C]
+    cos: Optional[Tensor],
+    sin: Optional[Tensor],
+    latents: Tensor,  # [B, 1, S, C]
+    rotated: Tensor,  # [B, 1, S, R]
+    weight: Tensor,  # [H * (N + V), C]
+    length: Tensor,  # []
+    mask: Optional[Tensor],
+    nope: int,
+    scale: float,
+    eps: float,
+    rotary: str,
+) -> Tensor:  # [B, T, H, V]
+    """latent_norm_rope, T added to the length, and latent_attention; q stays as it is."""
+    q = q.clone()
+    latent_norm_rope(q, kv, norm, cos, sin, latents, rotated, length, eps, rotary)
+    length.add_(q.shape[1])
+    return latent_attention(q, latents, rotated, weight, length, mask, nope, scale)
+
+
 def _norm_gradients(d, x, weight, options) -> Tuple[Tensor, Optional[Tensor]]:
     """The gradients of x and weight in _normed."""
     if weight is None:

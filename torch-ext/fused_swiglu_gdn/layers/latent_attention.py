@@ -18,6 +18,7 @@ from torch import nn
 
 from ..attention import ops
 from ..attention.api import fused_latent_norm_rope, latent_attention_with_kvcache
+from ..projection.project import normed_project
 from ..runtime import dispatch
 from ..runtime.dtypes import HALF
 from .attention import Updates, by_torch
@@ -84,6 +85,10 @@ class _Call(NamedTuple):
     slots: object  # that layer, if it is a static one
     weight: Optional[torch.Tensor]  # of kv_b, if the tokens attend to latents
 
+    @property
+    def scale(self) -> Optional[float]:
+        return self.words.get("scaling", self.more.get("scaling"))
+
 
 class LatentAttention:
     """A form, prepared for calls."""
@@ -103,18 +108,19 @@ class LatentAttention:
             return None
         (B, T, _), parts, mask = x.shape, attention.__dict__["_modules"], given.get(form.mask)
         q, kv = self.projected(parts, x)
-        q = q.view(B, T, -1, N + R)
-        latents, rotated, length = self.kept(call, q, kv, attention, given, rest)
-        if form.positions is not None:
-            scale = scale_by_position(given[form.positions], attention.config.rope_parameters)
-            q = q * scale.to(q.dtype)
-        if call.weight is not None:
-            scale, weights = call.words.get("scaling", call.more.get("scaling")), None
+        q, weights = q.view(B, T, -1, N + R), None
+        out = self.stepped(call, q, kv, mask)
+        if out is None:
+            latents, rotated, length = self.kept(call, q, kv, attention, given, rest)
+            if form.positions is not None:
+                scale = scale_by_position(given[form.positions], attention.config.rope_parameters)
+                q = q * scale.to(q.dtype)
+        if out is None and call.weight is not None:
             out = latent_attention_with_kvcache(
                 q, latents, rotated, call.weight, length, qk_nope_head_dim=N,
-                attention_mask=mask, softmax_scale=scale,
+                attention_mask=mask, softmax_scale=call.scale,
             )  # fmt: skip
-        else:
+        elif out is None:
             k, v = self.expanded(parts, latents, rotated, q.shape[2])
             q, words = q.transpose(1, 2), {**call.words, **call.more}
             out, weights = call.function(attention, q, k, v, mask, **words)
@@ -154,6 +160,22 @@ class LatentAttention:
                     weight = _weight(parts[form.kv_b], x)
         return _Call(function, words, more, tables, norm, past, index, slots, weight)
 
+    def stepped(self, call: "_Call", q, kv, mask) -> Optional[torch.Tensor]:
+        """The heads' outputs of tokens that are written to a static cache and attend to it, or None
+        if that takes more than one operation."""
+        form, slots = self.form, call.slots
+        if call.weight is None or slots is None or form.positions is not None:
+            return None
+        scale = q.shape[3] ** -0.5 if call.scale is None else float(call.scale)
+        weight, eps = call.norm[:2]
+        tensors = (
+            q, kv, weight, *call.tables, slots.keys, slots.values, call.weight,
+            slots.cumulative_length, mask,
+        )  # fmt: skip
+        options = (form.sizes[2], scale, eps, form.rotary or "halves")
+        step = ops.LATENT_STEP.serving(tensors, options)
+        return None if step is None else step(*tensors)
+
     def kept(self, call: "_Call", q, kv, attention, given: dict, rest: dict) -> tuple:
         """Latents and keys of the cache, or of these tokens without one, and how many slots of a
         static cache are filled; q is turned in place."""
@@ -179,7 +201,7 @@ class LatentAttention:
         first, *others = self.form.queries
         q, kv = projections(x, parts[first], parts[self.form.kv_a], unpatched=True)
         if others:
-            q = projections(parts[others[0]](q), parts[others[1]], unpatched=True)[0]
+            q = _normed(q, *map(parts.__getitem__, others))
         last = parts[others[1] if others else first]
         own = parameters_of(last) is not None or weights_of((last,), x)[0] is not None
         return (q if own else q.clone()), kv
@@ -192,6 +214,17 @@ class LatentAttention:
         keys[..., :N].copy_(kv[..., :N])
         keys[..., N:].copy_(rotated)
         return keys, kv[..., N:]
+
+
+def _normed(q: torch.Tensor, norm: nn.Module, linear: nn.Module) -> torch.Tensor:
+    """linear(norm(q)), of one token in one launch."""
+    if q.numel() == q.shape[-1]:
+        found, weights = parameters_of_norm(norm), parameters_of(linear)
+        if weights is not None and weights[0][1] is None and _is_plain(found, q):
+            y = normed_project(q, found[0], found[1], weights[0][0])
+            if y is not None:
+                return y
+    return projections(norm(q), linear, unpatched=True)[0]
 
 
 def _weight(linear: nn.Module, x: torch.Tensor) -> Optional[torch.Tensor]:

@@ -20,11 +20,12 @@ from ...runtime.gluon import (
 )
 from ..call import LatentAttention
 from ..portable import latent
-from ..portable.latent import Form, takes
+from ..portable.latent import Form
+from . import latent_wide
 
 LOG2E = gl.constexpr(1.4426950408889634)
 # by the most rows of queries: rows of a program, warps
-FORMS = ((16, 16, 4), (32, 32, 8), (None, 64, 8))
+FORMS = ((16, 16, 4), (32, 32, 4), (None, 64, 8))
 
 
 @gluon.jit
@@ -66,13 +67,14 @@ def _ring_kernel(
     C: gl.constexpr,
     R: gl.constexpr,
     BLOCK_R: gl.constexpr,
+    NEW: gl.constexpr,
     W: gl.constexpr,
 ):
     """BLOCK_R rows of queries over one part of the slots, with online softmax.
 
     P enters the second product rounded, as SDPA has it. The first block is copied before
-    the queries are there: the launch before this one is that of _absorb_kernel, which has waited
-    for all older ones and writes no latents.
+    the queries are there: the launch before this one is that of absorb, which has waited for all
+    older ones and writes no latents but those of the NEW slots beyond the length.
     """
     DT: gl.constexpr = q_ptr.dtype.element_ty
     TILES: gl.constexpr = (ROWS + BLOCK_R - 1) // BLOCK_R
@@ -97,14 +99,23 @@ def _ring_kernel(
     b = (pid // (TILES * SPLITS)).to(gl.int64)
     length = S
     if len_ptr is not None:
-        length = gl.minimum(gl.maximum(gl.load(len_ptr + b * len_step), 0), S).to(gl.int32)
+        length = gl.load(len_ptr + b * len_step) + NEW
+        length = gl.minimum(gl.maximum(length, 0), S).to(gl.int32)
     size = gl.cdiv(gl.cdiv(length, 64), SPLITS) * 64
     start = split * size
     stop = gl.minimum(start + size, length)
     c_rows = c_ptr + b * c_step
     r_rows = r_ptr + b * r_step
-    _copy(c_rows, r_rows, cs.index(0), rs.index(0), start, stop, C, R, W)
-    wait_for_predecessor()
+    if NEW == 0:
+        _copy(c_rows, r_rows, cs.index(0), rs.index(0), start, stop, C, R, W)
+        wait_for_predecessor()
+    else:
+        is_old = start + 64 <= length - NEW
+        if is_old:
+            _copy(c_rows, r_rows, cs.index(0), rs.index(0), start, stop, C, R, W)
+        wait_for_predecessor()
+        if not is_old:
+            _copy(c_rows, r_rows, cs.index(0), rs.index(0), start, stop, C, R, W)
     launch_dependents()
     qrow = first + gl.arange(0, BLOCK_R, layout=gl.SliceLayout(1, wide))
     ch = gl.arange(0, C, layout=gl.SliceLayout(0, wide))
@@ -155,10 +166,10 @@ def _ring_kernel(
         shrink = gl.exp2(top - base)
         ps.store(p.to(DT))
         fence_async_shared()
-        total = total * shrink + gl.sum(p, 0)
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(0, al))[None, :]
         turned = cs.index(buffer).permute((1, 0))
         acc = warpgroup_mma(turned, ps, acc, is_async=True)
+        total = total * shrink + gl.sum(p, 0)
         acc = warpgroup_mma_wait(0, (acc,))
         top = new
     async_copy.wait_group(0)
@@ -174,20 +185,21 @@ def _ring_kernel(
 
 
 def form_of(call: LatentAttention) -> Form:
-    rows = call.q.shape[1] * call.q.shape[2]
-    _, block_r, warps = next(f for f in FORMS if f[0] is None or rows <= f[0])
+    (_, T, H, _), C, R = call.q.shape, call.latents.shape[3], call.rotated.shape[3]
+    if T * H > 32 and R == 64 and C > 128:
+        options = {"num_warps": 4, "maxnreg": 168}
+        return Form(latent_wide.wide_kernel, 64, 64, options, latent_wide.maps)
+    _, block_r, warps = next(f for f in FORMS if f[0] is None or T * H <= f[0])
     return Form(_ring_kernel, block_r, 64, {"W": warps, "num_warps": warps})
+
+
+def takes(call: LatentAttention) -> bool:
+    latents, rotated = call.latents, call.rotated
+    aligned = latents.stride(0) % 16 == rotated.stride(0) % 16 == 0
+    return latent.takes(call) and latents.shape[3] >= 128 and aligned
 
 
 def prepare_latent_attention(call: LatentAttention) -> Optional[Callable]:
     """The function of portable/latent.py, for latents of 128 to 512 channels that begin at
     multiples of 16 bytes."""
-    latents, rotated = call.latents, call.rotated
-    if (
-        not takes(call)
-        or latents.shape[3] < 128
-        or latents.stride(0) % 16
-        or rotated.stride(0) % 16
-    ):
-        return None
-    return latent.prepared(call, form_of)
+    return latent.prepared(call, form_of) if takes(call) else None

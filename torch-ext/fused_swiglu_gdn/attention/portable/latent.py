@@ -19,7 +19,7 @@ from .latent_kernels import _absorb_kernel, _attend_kernel, _combine_kernel, _fi
 from .latent_rope import prepare_latent_norm_rope  # noqa: F401
 
 MAX_TOKENS, MAX_LATENT, MAX_ROTARY, MAX_PARTS = 8, 512, 128, 128
-ABSORBED, COMBINED = 64, 128  # channels of a program
+ABSORBED, COMBINED = 64, 16384  # channels of a program; and times parts
 # of finish, by the tokens of a program: channels of a program, latent channels at a time, warps
 FINISHED = {1: (16, 512, 8), 16: (32, 128, 4)}
 
@@ -31,6 +31,8 @@ class Form(NamedTuple):
     block_r: int  # rows of queries
     block_n: int  # slots
     values: dict  # constexprs of its own, and options
+    # of kernels that read by TMA: their tensor maps, of the queries, of which there are two, too
+    maps: Optional[Callable] = None
 
 
 def takes(call: LatentAttention) -> bool:
@@ -70,13 +72,13 @@ def prepare_latent_attention(call: LatentAttention) -> Optional[Callable]:
 
 
 def prepared(call: LatentAttention, form_of: Callable) -> Callable:
-    if _token_step(call.q) is None or not call.weight.is_contiguous():
+    if token_step(call.q) is None or not call.weight.is_contiguous():
 
         def copied(q, latents, rotated, weight, *more):
             return q.contiguous(), latents, rotated, weight.contiguous(), *more
 
         return on_copies(lambda call: prepared(call, form_of), call, copied)
-    launches = _Launches(call, form_of(call))
+    launches = Launches(call, form_of(call))
     (B, T, H, V), C, R = launches.shape, call.latents.shape[3], call.rotated.shape[3]
 
     def resized(*tensors):
@@ -89,7 +91,7 @@ def prepared(call: LatentAttention, form_of: Callable) -> Callable:
             launches.absorb(q, weight, qa)
             attend(qa, latents, rotated, cache_seqlens, mask, parts)
             combine(parts, cache_seqlens, o)
-            launches.finish(o, weight, y)
+            launches.finish(o, weight, None, y)
             return y
 
         run.resized = resized
@@ -98,7 +100,7 @@ def prepared(call: LatentAttention, form_of: Callable) -> Callable:
     return resized(*call.tensors)
 
 
-def _token_step(q: torch.Tensor) -> Optional[int]:
+def token_step(q: torch.Tensor) -> Optional[int]:
     """The stride of the tokens of q [B, T, H, D], or None if they have not one, or heads of a token
     do not follow each other."""
     B, T, _, D = q.shape
@@ -108,10 +110,13 @@ def _token_step(q: torch.Tensor) -> Optional[int]:
     return step if T > 1 else row
 
 
-class _Launches:
-    """The launches of calls that differ in S and in strides of rows."""
+class Launches:
+    """The launches of calls that differ in S and in strides of rows.
 
-    def __init__(self, call: LatentAttention, form: Form):
+    new: slots that the call fills beyond cache_seqlens.
+    """
+
+    def __init__(self, call: LatentAttention, form: Form, new: int = 0):
         q, latents, rotated, weight, cache_seqlens, _, (N, scale) = call
         B, T, H, D = q.shape
         C, R = latents.shape[3], rotated.shape[3]
@@ -122,26 +127,30 @@ class _Launches:
         self.step = cache_seqlens.stride(0) if many else 0
         self.pdl = device.overlaps_launches(q.device)
         self.early = {"launch_pdl": True} if self.pdl else {}
-        M, sizes = B * T, {"H": H, "N": N, "V": V, "C": C, "PDL": self.pdl}
+        M, self.new = B * T, new
+        self.sizes = sizes = {"H": H, "N": N, "V": V, "C": C, "PDL": self.pdl}
         BLOCK_M, BLOCK_C = min(64, max(16, next_power_of_2(M))), min(ABSORBED, C)
+        self.tiles = {
+            "R": R, "BLOCK_M": BLOCK_M, "BLOCK_C": BLOCK_C,
+            "BLOCK_K": max(16, min(64, next_power_of_2(N))),
+        }  # fmt: skip
+        self.programs = -(-M // BLOCK_M) * H * (C // BLOCK_C + 1)  # of absorb
         few = 1 if M <= 4 else 16  # tokens that share what is read of the weight in `finish`
         finished, at_once, warps = FINISHED[few]
-        self.absorb = self._launch(
-            _absorb_kernel, -(-M // BLOCK_M) * H * (C // BLOCK_C + 1), (M, _token_step(q)), **sizes,
-            R=R,
-            BLOCK_M=BLOCK_M, BLOCK_C=BLOCK_C, BLOCK_K=max(16, min(64, next_power_of_2(N))),
-        )  # fmt: skip
-        self.finish = self._launch(
-            _finish_kernel, -(-M // few) * H * -(-V // finished), (M,), **sizes, BLOCK_M=few,
-            BLOCK_V=finished, BLOCK_C=min(at_once, C), num_warps=warps,
+        self.absorb = self.launch(
+            _absorb_kernel, self.programs, (M, token_step(q)), **sizes, **self.tiles
+        )
+        self.finish = self.launch(
+            _finish_kernel, -(-M // few) * H * -(-V // finished), (M,), **sizes, NEW=new,
+            BLOCK_M=few, BLOCK_V=finished, BLOCK_C=min(at_once, C), num_warps=warps,
         )  # fmt: skip
         self.made: dict = {}  # by the parts' constexpr and the kinds of what varies
 
-    def _launch(self, kernel, programs: int, numbers: tuple, **values) -> Launch:
+    def launch(self, kernel, programs: int, numbers: tuple, maps: tuple = (), **values) -> Launch:
         constexprs, options = named(kernel, **{"num_warps": 4, **self.early, **values})
         return Launch(
-            kernel, programs, self.device, numbers=numbers, constexprs=constexprs, options=options,
-            guarded=True,
+            kernel, programs, self.device, maps=maps, numbers=numbers, constexprs=constexprs,
+            options=options, guarded=True,
         )  # fmt: skip
 
     def at(self, q, latents, rotated, weight, cache_seqlens, mask) -> tuple:
@@ -156,23 +165,26 @@ class _Launches:
             mask_steps = tuple([mask.stride(dim) if size > 1 else 0 for dim, size in steps])
         c_step, r_step = (x.stride(0) if B > 1 else 0 for x in (latents, rotated))
         numbers = (c_step, r_step, mask_steps, self.step, B, S, splits, self.scale2)
+        maps = form.maps and form.maps(self.dtype, B, S, self.rows, C, R, (c_step, r_step))
         rest = (self.step, B, S, splits)
         parts = next_power_of_2(splits)
         key = (parts, kind_of(numbers))
         known = self.made.get(key)
         if known is None:
-            size = {"C": C, "ROWS": self.rows}
-            attend = self._launch(
-                form.kernel, B * tiles * splits, numbers, H=self.shape[2], R=R,
+            size = {"C": C, "ROWS": self.rows, "NEW": self.new}
+            attend = self.launch(
+                form.kernel, B * tiles * splits, numbers, maps or (), H=self.shape[2], R=R,
                 BLOCK_R=form.block_r, **size, **form.values,
             )  # fmt: skip
-            block = min(COMBINED, C)
-            combine = self._launch(
+            block = min(max(COMBINED // parts, 64), C)
+            combine = self.launch(
                 _combine_kernel, B * self.rows * (C // block), rest, PARTS=parts,
                 BLOCK_N=form.block_n, BLOCK_C=block, PDL=self.pdl, **size,
             )  # fmt: skip
             keep(self.made, key, (attend, combine))
         else:
-            attend, combine = known[0].at(numbers), known[1].at(rest)
+            attend, combine = known[0].at(numbers, maps), known[1].at(rest)
             attend.grid = (B * tiles * splits, 1, 1)
+        if maps:
+            by_maps, attend = attend, lambda q, *more: by_maps(q, q, *more)
         return attend, combine, B * self.rows * splits * (C + 2)

@@ -14,17 +14,87 @@ import triton
 import triton.language as tl
 
 from ...runtime.primitives import after_predecessor
+from .latent_rope import load_pairs, store_pairs, turned
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def latent_parts(len_ptr, b, len_step, S, SPLITS, BLOCK_N: tl.constexpr):
-    """(filled slots of row b, slots of a part: a multiple of BLOCK_N)."""
+def latent_parts(len_ptr, b, len_step, S, SPLITS, BLOCK_N: tl.constexpr, NEW: tl.constexpr):
+    """(filled slots of row b, slots of a part: a multiple of BLOCK_N). NEW: slots that this call
+    fills, beyond the length."""
     length = S
     if len_ptr is not None:
-        length = tl.minimum(tl.maximum(tl.load(len_ptr + b * len_step), 0), S).to(tl.int32)
+        length = tl.load(len_ptr + b * len_step) + NEW
+        length = tl.minimum(tl.maximum(length, 0), S).to(tl.int32)
     return length, tl.cdiv(tl.cdiv(length, BLOCK_N), SPLITS) * BLOCK_N
+
+
+@triton.jit
+def absorbed(
+    pid,
+    q_ptr,
+    w_ptr,
+    cos_ptr,  # as in latent_rope.py; None: q is turned
+    sin_ptr,
+    y_ptr,
+    M,
+    T,
+    q_step,
+    turn_steps,
+    H: tl.constexpr,
+    N: tl.constexpr,
+    R: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    FROM_PAIRS: tl.constexpr,
+    TO_PAIRS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK_C latent channels of one head's queries, or their rotary channels, turned.
+
+    PDL: the weight is read before the launch ahead has ended.
+    """
+    BLOCKS: tl.constexpr = C // BLOCK_C + 1
+    block = pid % BLOCKS
+    h = (pid // BLOCKS) % H
+    m = (pid // (BLOCKS * H)) * BLOCK_M + tl.arange(0, BLOCK_M)
+    start = m[:, None].to(tl.int64) * q_step + h * (N + R)
+    rows, y_rows = q_ptr + start, (m[:, None] * H + h) * (C + R)
+    y = y_ptr + y_rows
+    if block < C // BLOCK_C:
+        n = tl.arange(0, BLOCK_K)
+        ch = block * BLOCK_C + tl.arange(0, BLOCK_C)
+        acc = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
+        for k in tl.static_range(0, N, BLOCK_K):
+            at = h.to(tl.int64) * (N + V) + k + n
+            there = k + n < N
+            w = tl.load(w_ptr + at[:, None] * C + ch[None, :], mask=there[:, None], other=0.0)
+            if k == 0:
+                after_predecessor(PDL)
+            q = tl.load(rows + k + n[None, :], mask=(m < M)[:, None] & there[None, :], other=0.0)
+            acc = tl.dot(q, w, acc)
+        tl.store(y + ch[None, :], acc.to(y_ptr.dtype.element_ty), mask=(m < M)[:, None])
+    else:
+        after_predecessor(PDL)
+        if cos_ptr is None:
+            e = tl.arange(0, R)[None, :]
+            tl.store(y + C + e, tl.load(rows + N + e, mask=(m < M)[:, None]), mask=(m < M)[:, None])
+        else:
+            P: tl.constexpr = R // 2
+            p = tl.arange(0, P)[None, :]
+            inside = (m < M)[:, None] & (p < P)
+            token = tl.minimum(m, M - 1)[:, None]
+            angle = (token // T).to(tl.int64) * turn_steps[0] + (token % T) * turn_steps[1]
+            first, second = load_pairs(q_ptr, start + N, inside, P, p, FROM_PAIRS)
+            first, second = turned(
+                first, second, cos_ptr, sin_ptr, angle, turn_steps[2], P, p,
+                0 if FROM_PAIRS else P,
+            )  # fmt: skip
+            store_pairs(y_ptr, y_rows + C, inside, first, second, P, p, TO_PAIRS)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -44,29 +114,11 @@ def _absorb_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_C latent channels of one head's queries, or a copy of their rotary channels."""
     after_predecessor(PDL)
-    BLOCKS: tl.constexpr = C // BLOCK_C + 1
-    pid = tl.program_id(0)
-    block = pid % BLOCKS
-    h = (pid // BLOCKS) % H
-    m = (pid // (BLOCKS * H)) * BLOCK_M + tl.arange(0, BLOCK_M)
-    rows = q_ptr + m[:, None].to(tl.int64) * q_step + h * (N + R)
-    y = y_ptr + (m[:, None] * H + h) * (C + R)
-    if block < C // BLOCK_C:
-        n = tl.arange(0, BLOCK_K)
-        ch = block * BLOCK_C + tl.arange(0, BLOCK_C)
-        acc = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
-        for k in tl.static_range(0, N, BLOCK_K):
-            at = h.to(tl.int64) * (N + V) + k + n
-            there = k + n < N
-            w = tl.load(w_ptr + at[:, None] * C + ch[None, :], mask=there[:, None], other=0.0)
-            q = tl.load(rows + k + n[None, :], mask=(m < M)[:, None] & there[None, :], other=0.0)
-            acc = tl.dot(q, w, acc)
-        tl.store(y + ch[None, :], acc.to(y_ptr.dtype.element_ty), mask=(m < M)[:, None])
-    else:
-        e = tl.arange(0, R)[None, :]
-        tl.store(y + C + e, tl.load(rows + N + e, mask=(m < M)[:, None]), mask=(m < M)[:, None])
+    absorbed(
+        tl.program_id(0), q_ptr, w_ptr, None, None, y_ptr, M, 1, q_step, (0, 0, 0), H, N, R, V, C,
+        False, False, BLOCK_M, BLOCK_C, BLOCK_K, False,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["B", "S", "SPLITS"])
@@ -90,6 +142,7 @@ def _attend_kernel(
     C: tl.constexpr,
     R: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    NEW: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -106,7 +159,7 @@ def _attend_kernel(
     ch = tl.arange(0, C)
     e = tl.arange(0, R)
     n = tl.arange(0, BLOCK_N)
-    length, size = latent_parts(len_ptr, b, len_step, S, SPLITS, BLOCK_N)
+    length, size = latent_parts(len_ptr, b, len_step, S, SPLITS, BLOCK_N, NEW)
     start = split * size
     stop = tl.minimum(start + size, length)
     real = row < ROWS
@@ -172,6 +225,7 @@ def _combine_kernel(
     SPLITS,
     ROWS: tl.constexpr,
     C: tl.constexpr,
+    NEW: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -182,7 +236,7 @@ def _combine_kernel(
     row = (pid // (C // BLOCK_C)).to(tl.int64)
     ch = (pid % (C // BLOCK_C)) * BLOCK_C + tl.arange(0, BLOCK_C)
     part = tl.arange(0, PARTS)
-    length, size = latent_parts(len_ptr, row // ROWS, len_step, S, SPLITS, BLOCK_N)
+    length, size = latent_parts(len_ptr, row // ROWS, len_step, S, SPLITS, BLOCK_N, NEW)
     made = (part < SPLITS) & (part * size < length)
     place = row * SPLITS + part
     rows = B.to(tl.int64) * (ROWS * SPLITS)
@@ -201,12 +255,14 @@ def _combine_kernel(
 def _finish_kernel(
     o_ptr,  # fp32 [M, H, C]
     w_ptr,  # [H, N + V, C]
+    len_ptr,  # [], to which NEW is added, or None
     y_ptr,  # [M, H, V]
     M,
     H: tl.constexpr,
     N: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
+    NEW: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -228,6 +284,8 @@ def _finish_kernel(
     o_rows = o_ptr + (m[:, None].to(tl.int64) * H + h) * C
     w = tl.load(rows + ch, mask=(v < V)[:, None], other=0.0)
     after_predecessor(PDL)
+    if len_ptr is not None and pid == 0:
+        tl.store(len_ptr, tl.load(len_ptr) + NEW)
     y = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
     for first in tl.static_range(0, C, BLOCK_C):
         if first > 0:

@@ -22,7 +22,7 @@ MAX_LATENT, BLOCK_H = 4096, 16
 
 
 @triton.jit
-def _load_pairs(x_ptr, rows, inside, P: tl.constexpr, p, PAIRS: tl.constexpr):
+def load_pairs(x_ptr, rows, inside, P: tl.constexpr, p, PAIRS: tl.constexpr):
     """Both channels of each pair, fp32: neighbours (PAIRS), or those half of R apart."""
     if PAIRS:
         first = x_ptr + rows + 2 * p
@@ -35,7 +35,7 @@ def _load_pairs(x_ptr, rows, inside, P: tl.constexpr, p, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def _store_pairs(y_ptr, rows, inside, a, b, P: tl.constexpr, p, PAIRS: tl.constexpr):
+def store_pairs(y_ptr, rows, inside, a, b, P: tl.constexpr, p, PAIRS: tl.constexpr):
     dtype = y_ptr.dtype.element_ty
     if PAIRS:
         first = y_ptr + rows + 2 * p
@@ -48,7 +48,7 @@ def _store_pairs(y_ptr, rows, inside, a, b, P: tl.constexpr, p, PAIRS: tl.conste
 
 
 @triton.jit
-def _turned(a, b, cos_ptr, sin_ptr, at, step, P: tl.constexpr, p, FAR: tl.constexpr):
+def turned(a, b, cos_ptr, sin_ptr, at, step, P: tl.constexpr, p, FAR: tl.constexpr):
     """FAR: where the angles of the second channels begin, P or, of pairs, 0."""
     c1 = tl.load(cos_ptr + at + p * step, mask=p < P, other=0.0).to(tl.float32)
     s1 = tl.load(sin_ptr + at + p * step, mask=p < P, other=0.0).to(tl.float32)
@@ -58,6 +58,64 @@ def _turned(a, b, cos_ptr, sin_ptr, at, step, P: tl.constexpr, p, FAR: tl.conste
         c2 = tl.load(cos_ptr + at + (FAR + p) * step, mask=p < P, other=0.0).to(tl.float32)
         s2 = tl.load(sin_ptr + at + (FAR + p) * step, mask=p < P, other=0.0).to(tl.float32)
         return a * c1 - b * s1, b * c2 + a * s2
+
+
+@triton.jit
+def write_latent(
+    kv_ptr,
+    w_ptr,
+    cos_ptr,
+    sin_ptr,
+    c_cache_ptr,
+    r_cache_ptr,
+    at_ptr,
+    c_ptr,
+    r_ptr,
+    row,
+    b,
+    t,
+    kv_steps,
+    turn_steps,
+    c_steps,
+    r_steps,
+    S,
+    eps,
+    C: tl.constexpr,
+    P: tl.constexpr,
+    FROM_PAIRS: tl.constexpr,
+    TO_PAIRS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """The latents and the key of token t of row b, to the caches, and to c and r unless None.
+
+    A token without a slot in the caches is NaN, and nothing is written there for it.
+    """
+    p = tl.arange(0, BLOCK_P)[None, :]
+    ch = tl.arange(0, BLOCK_C)
+    kv_row = b * kv_steps[0] + t * kv_steps[1]
+    c = tl.load(kv_ptr + kv_row + ch, mask=ch < C, other=0.0).to(tl.float32)
+    w = tl.load(w_ptr + ch, mask=ch < C, other=0.0).to(tl.float32)
+    c = c * tl.rsqrt(tl.sum(c * c, 0) / C + eps) * w
+    there = p < P
+    x, y = load_pairs(kv_ptr, kv_row + C, there, P, p, FROM_PAIRS)
+    if cos_ptr is not None:
+        angle = b * turn_steps[0] + t * turn_steps[1]
+        FAR: tl.constexpr = 0 if FROM_PAIRS else P
+        x, y = turned(x, y, cos_ptr, sin_ptr, angle, turn_steps[2], P, p, FAR)
+    if at_ptr is not None:
+        slot = tl.load(at_ptr).to(tl.int64) + t
+        has_slot = (slot >= 0) & (slot < S)
+        c = tl.where(has_slot, c, float("nan"))
+        x = tl.where(has_slot, x, float("nan"))
+        y = tl.where(has_slot, y, float("nan"))
+        cached = c_cache_ptr + b * c_steps[0] + slot * c_steps[1] + ch
+        tl.store(cached, c.to(c_cache_ptr.dtype.element_ty), mask=(ch < C) & has_slot)
+        at = b * r_steps[0] + slot * r_steps[1]
+        store_pairs(r_cache_ptr, at, there & has_slot, x, y, P, p, TO_PAIRS)
+    if c_ptr is not None:
+        tl.store(c_ptr + row * C + ch, c.to(c_ptr.dtype.element_ty), mask=ch < C)
+        store_pairs(r_ptr, row * 2 * P, there, x, y, P, p, TO_PAIRS)
 
 
 @triton.jit(do_not_specialize=["T", "S"])
@@ -91,10 +149,7 @@ def _latent_norm_rope_kernel(
     BLOCK_P: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The latents and the key of a token, or BLOCK_H of its heads.
-
-    A token without a slot in the caches is NaN, and nothing is written for it.
-    """
+    """The latents and the key of a token, or BLOCK_H of its heads."""
     after_predecessor(PDL)
     BLOCKS: tl.constexpr = 1 + (H + BLOCK_H - 1) // BLOCK_H
     pid = tl.program_id(0)
@@ -110,34 +165,16 @@ def _latent_norm_rope_kernel(
             head = (block - 1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
             inside = (head < H) & (p < P)
             rows = b * q_steps[0] + t * q_steps[1] + head * q_steps[2] + N
-            first, second = _load_pairs(q_ptr, rows, inside, P, p, FROM_PAIRS)
-            first, second = _turned(
-                first, second, cos_ptr, sin_ptr, angle, turn_steps[2], P, p, FAR
-            )
+            first, second = load_pairs(q_ptr, rows, inside, P, p, FROM_PAIRS)
+            first, second = turned(first, second, cos_ptr, sin_ptr, angle, turn_steps[2], P, p, FAR)
             tl.debug_barrier()  # other warps have read what this one overwrites
-            _store_pairs(q_ptr, rows, inside, first, second, P, p, TO_PAIRS)
+            store_pairs(q_ptr, rows, inside, first, second, P, p, TO_PAIRS)
     else:
-        ch = tl.arange(0, BLOCK_C)
-        kv_row = b * kv_steps[0] + t * kv_steps[1]
-        c = tl.load(kv_ptr + kv_row + ch, mask=ch < C, other=0.0).to(tl.float32)
-        w = tl.load(w_ptr + ch, mask=ch < C, other=0.0).to(tl.float32)
-        c = c * tl.rsqrt(tl.sum(c * c, 0) / C + eps) * w
-        there = p < P
-        x, y = _load_pairs(kv_ptr, kv_row + C, there, P, p, FROM_PAIRS)
-        if cos_ptr is not None:
-            x, y = _turned(x, y, cos_ptr, sin_ptr, angle, turn_steps[2], P, p, FAR)
-        if at_ptr is not None:
-            slot = tl.load(at_ptr).to(tl.int64) + t
-            has_slot = (slot >= 0) & (slot < S)
-            c = tl.where(has_slot, c, float("nan"))
-            x = tl.where(has_slot, x, float("nan"))
-            y = tl.where(has_slot, y, float("nan"))
-            cached = c_cache_ptr + b * c_steps[0] + slot * c_steps[1] + ch
-            tl.store(cached, c.to(c_cache_ptr.dtype.element_ty), mask=(ch < C) & has_slot)
-            at = b * r_steps[0] + slot * r_steps[1]
-            _store_pairs(r_cache_ptr, at, there & has_slot, x, y, P, p, TO_PAIRS)
-        tl.store(c_ptr + row * C + ch, c.to(c_ptr.dtype.element_ty), mask=ch < C)
-        _store_pairs(r_ptr, row * 2 * P, there, x, y, P, p, TO_PAIRS)
+        write_latent(
+            kv_ptr, w_ptr, cos_ptr, sin_ptr, c_cache_ptr, r_cache_ptr, at_ptr, c_ptr, r_ptr,
+            row, b, t, kv_steps, turn_steps, c_steps, r_steps, S, eps, C, P, FROM_PAIRS, TO_PAIRS,
+            BLOCK_C, BLOCK_P,
+        )  # fmt: skip
 
 
 def prepare_latent_norm_rope(call: LatentNormRope) -> Optional[Callable]:
