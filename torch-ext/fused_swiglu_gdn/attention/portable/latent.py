@@ -176,7 +176,8 @@ class Launches:
                 form.kernel, B * tiles * splits, numbers, maps or (), H=self.shape[2], R=R,
                 BLOCK_R=form.block_r, **size, **form.values,
             )  # fmt: skip
-            block = min(max(COMBINED // parts, 64), C)
+            sms = device.multiprocessor_count(self.device.index)
+            block = min(C, COMBINED // parts if B * self.rows >= sms else 128)
             combine = self.launch(
                 _combine_kernel, B * self.rows * (C // block), rest, PARTS=parts,
                 BLOCK_N=form.block_n, BLOCK_C=block, PDL=self.pdl, **size,
