@@ -725,6 +725,8 @@ calls(_convolution_update, "gdn_layer convolution update", {
 })  # fmt: skip
 calls(_prologue, "gdn_layer prologue", {"": {}, "packed": dict(packed=two)})
 calls(_layer_decode, "gdn_layer decode", {"": {}, "batch 64": dict(B=64)})
+
+
 def _normed_projection(kernel, K, N):
     tensors = (values(1, 1, K), values(K), values(N, K))
     return lambda: submodule("projection.ops").NORMED_PROJECT.op(*tensors, 1e-6)
