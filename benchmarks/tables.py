@@ -275,19 +275,6 @@ def of_drafts(record: dict) -> str:
     )  # fmt: skip
 
 
-def of_texts(record: dict) -> str:
-    """Tokens of a trained model in each way, and how many a round gives."""
-    rows = []
-    for row in record["rows"]:
-        plain = row["us"]["without drafts"]
-        for name, time in row["us"].items():
-            found = row["tokens_a_round"].get(name)
-            more = [f"{found:.2f}", f"{row['without_a_round'][name]:.0%}"] if found else ["", ""]
-            rows.append([row["what"], name, f"{time:.0f}", f"{plain / time:.2f}", *more])
-    heads = ["", "drafts", "a token, us", "speed-up", "tokens a round", "tokens without a round"]
-    return table(heads, rows)
-
-
 def of_parallel(record: dict) -> str:
     """Ours in its ways beside one GPU or NCCL or transformers, and beside FLA where it is."""
     ways = {"ours": "ours, us", "ours, zigzag": "zigzag, us", "ours, a call by itself": "alone, us"}
