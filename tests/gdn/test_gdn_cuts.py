@@ -89,18 +89,18 @@ def count_segments(length, most):
     return min(most, length // SPAN) if length >= cuts.FEWEST * SPAN else 1
 
 
-def chain(lengths, packed, split, device, pool=None, indices=None):
+def chain(lengths, packed, split, device, pool=None, indices=None, slot_span=SPAN):
     """gdn_carry_kernel on random N and M; what must lie at the cuts is in fp64 beside it."""
     kernel, HV, N = submodule("gdn.hopper.carry").gdn_carry_kernel, 2, len(lengths)
     T = sum(lengths) if packed else lengths[0]
-    slots = min(N * split, N + T // SPAN) if packed else N * split
+    slots = min(N * split, N + T // slot_span) if packed else N * split
     starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     o = torch.full((starts[-1], HV, D), float("nan"), dtype=torch.float16)
     memory = o.view(torch.float32).view(-1)
     warm = torch.full((slots, HV), 7.0)
     where, expected = [], []
     for n, (start, length) in enumerate(zip(starts, lengths)):
-        slot = start // SPAN + n if packed and slots != N * split else n * split
+        slot = start // slot_span + n if packed and slots != N * split else n * split
         total, segments = -(-length // 64), count_segments(length, split)
         for h in range(HV):
             state, known = None, True
@@ -124,8 +124,8 @@ def chain(lengths, packed, split, device, pool=None, indices=None):
     step = 0 if pool is None else pool.stride(0)
     pool, indices = (None if x is None else x.to(device) for x in (pool, indices))
     kernel[(HV * D // 16, N)](
-        pool, indices, offsets, warm, o, T, HV, N, split, slots, step, False, SPAN, 4, 16, 32,
-        "tf32x3", num_warps=4,
+        pool, indices, offsets, warm, o, T, HV, N, split, slots, step, False, SPAN, slot_span,
+        4, 16, 32, "tf32x3", num_warps=4,
     )  # fmt: skip
     memory = o.cpu().view(torch.float32).view(-1)
     assert len(where) > 3
@@ -133,6 +133,7 @@ def chain(lengths, packed, split, device, pool=None, indices=None):
 
 
 CHAINS = [((9000, 100, 6000, 4096), True), ((8300, 8300), False)]
+SHORT = (300, *[100] * 8, 6000)  # each has a slot for 256 tokens
 
 
 @interpreted
@@ -141,6 +142,8 @@ def test_chain_at_cuts_interpreted(monkeypatch, lengths, packed):
     for name in ("gdc_wait", "gdc_launch_dependents"):
         monkeypatch.setattr(tl.extra.cuda, name, lambda: None)
     chain(lengths, packed, 4, "cpu")
+    if packed:
+        chain(SHORT, packed, 4, "cpu", slot_span=256)
     pool = torch.randn(6, 2, D, D).half()
     chain(lengths, packed, 4, "cpu", pool, torch.tensor([5, 1, -1, 0][: len(lengths)]))
 

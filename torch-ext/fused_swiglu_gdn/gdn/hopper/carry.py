@@ -60,6 +60,7 @@ def gdn_carry_kernel(
     pool_step,
     V_FIRST: tl.constexpr,  # the pool's states are [V, K]
     SPAN: tl.constexpr,  # tokens of the shortest segment
+    SLOT: tl.constexpr,  # tokens that have a slot
     MOST: tl.constexpr,  # no less than split
     BLOCK_V: tl.constexpr,
     BLOCK_K: tl.constexpr,  # of M at a time: little shared memory, so that the scan fits beside it
@@ -79,7 +80,7 @@ def gdn_carry_kernel(
         start = start.to(tl.int32)
         tokens = stop.to(tl.int32) - start
         if slots != N * split:
-            slot = start // SPAN + n
+            slot = start // SLOT + n
     # as in scheduler.py
     total = (tokens + 63) // 64
     segments = count_segments(tokens, split, SPAN)

@@ -27,6 +27,7 @@ from .scan import gdn_scan_fwd_kernel
 
 HEAD_DIM = 128
 MIN_SEGMENT_TOKENS = 1024  # scheduler.MIN_SEGMENT chunks
+LONE_SEGMENT_TOKENS = 256  # scheduler.LONE_SEGMENT
 
 # One of so few sequences with so many tokens may be longer than the rest together: its chunks
 # follow each other faster with one state warpgroup a CTA. Whether it is is seen on the device. Of
@@ -183,7 +184,14 @@ class Scan:
                 where,
                 maps=maps,
                 numbers=(*numbers, transition),
-                constexprs=(in_place, W, state_v_first, *REGISTERS[W], by_lengths > transition),
+                constexprs=(
+                    in_place,
+                    W,
+                    state_v_first,
+                    *REGISTERS[W],
+                    by_lengths > transition,
+                    False,
+                ),
                 options=(("num_warps", 4), ("maxnreg", CAP[W]), ("launch_pdl", behind_prepare)),
                 guarded=True,
             )
@@ -220,12 +228,13 @@ class Scan:
         return o, final, checkpoints
 
 
-def carry_launch(call, split: int, slots: int) -> Launch:
+def carry_launch(call, split: int, slots: int, lone: bool = False) -> Launch:
     """The launch between the transition's and the scan's, of which a sequence has `split` segments
-    at most and the batch `slots`."""
+    at most and the batch `slots`; lone: as for count_slots."""
     N, T, HV, in_place = call.N, call.T, call.HV, call.state_indices is not None
     pool_step = 0 if call.initial_state is None else call.initial_state.stride(0)
-    sizes = (MIN_SEGMENT_TOKENS, 1 << (split - 1).bit_length(), 16, 32)
+    spans = MIN_SEGMENT_TOKENS, LONE_SEGMENT_TOKENS if lone else MIN_SEGMENT_TOKENS
+    sizes = (*spans, 1 << (split - 1).bit_length(), 16, 32)
     return Launch(
         gdn_carry_kernel,
         (HV * HEAD_DIM // 16, N),
@@ -244,14 +253,15 @@ def most_segments(HV: int, where: torch.device) -> int:
 
 
 def count_slots(
-    N: int, T: int, HV: int, packed: bool, where: torch.device, fewest: int = FEWEST
+    N: int, T: int, HV: int, packed: bool, where: torch.device, lone: bool = False
 ) -> Tuple[int, int]:
     """(most segments of a sequence, slots for all segments of the batch): scheduler.py.
 
-    A sequence has as many segments as most_segments says, if there is room for `fewest` of the
-    shortest.
+    A sequence has as many segments as most_segments says, if there is room for FEWEST of the
+    shortest; lone: others, too, for two of the shortest that no launch finds states for.
     """
-    split = min(most_segments(HV, where), T // MIN_SEGMENT_TOKENS)
-    if split <= 1 or T < fewest * MIN_SEGMENT_TOKENS:
+    fewest, shortest = (2, LONE_SEGMENT_TOKENS) if lone else (FEWEST, MIN_SEGMENT_TOKENS)
+    split = min(most_segments(HV, where), T // shortest)
+    if split <= 1 or T < fewest * shortest:
         return 1, N
-    return split, min(N * split, N + T // MIN_SEGMENT_TOKENS) if packed else N * split
+    return split, min(N * split, N + T // shortest) if packed else N * split

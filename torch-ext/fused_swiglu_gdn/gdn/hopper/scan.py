@@ -281,6 +281,7 @@ def gdn_scan_fwd_kernel(
     STATE_REGISTERS: gl.constexpr,  # of the second state warpgroup
     LOAD_REGISTERS: gl.constexpr,
     BY_LENGTHS: gl.constexpr,  # launched with both W, of which cu_seqlens chooses one
+    LONE: gl.constexpr,  # sequences of which no launch finds states are cut, too, by their decays
 ):  # fmt: skip
     """X = V - F0 (K S); vt = Tb X; O = F2 (Q S) + P vt; S = gam_C S + K^T (F1 vt), by chunks.
 
@@ -308,7 +309,7 @@ def gdn_scan_fwd_kernel(
         launch_dependents()
     where = place(
         cu_ptr, index_ptr, decay_ptr, warm_ptr, T, HV, H, N, every, split, pool_step, transition,
-        IN_PLACE, W, BY_LENGTHS,
+        IN_PLACE, W, BY_LENGTHS, LONE,
     )  # fmt: skip
     u = Unit(
         q_desc, k_desc, v_desc, o_desc, t_desc, p_desc, f_desc, e_desc, q_smem, k_smem, v_smem,

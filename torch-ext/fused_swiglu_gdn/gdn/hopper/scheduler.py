@@ -9,14 +9,16 @@ The device decides, per head.
 
 from ...runtime.gluon import add, gl, gluon, record, tma, wait_for_predecessor
 from ...runtime.primitives import sequence_bounds
-from ..portable.cuts import FORGOTTEN, chunk_at_cut, count_segments
+from ..portable.cuts import FEWEST, FORGOTTEN, chunk_at_cut, count_segments
 from ..portable.padding import first_padding
 from .primitives import RAGGED_END, C, D
 
 # chunks: with 32, 2/8 heads and 4096 tokens take 1.4 times as long (docs/notes/gdn.md)
 MIN_SEGMENT = gl.constexpr(16)
 LOOK_BACK = gl.constexpr(128)  # chunks: the longest warm-up
-LONE_LOOK_BACK = gl.constexpr(8)  # the same where no launch finds states
+FEWEST_SEGMENTS = gl.constexpr(FEWEST)  # of a sequence of which a launch finds states
+LONE_SEGMENT = gl.constexpr(4)  # the shortest segment where no launch finds states
+LONE_LOOK_BACK = gl.constexpr(8)  # and the longest warm-up
 VECTOR = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))  # each warp has the whole of it
 # `source` and `target` of a Unit that are no row of the caller's states
 NOWHERE = gl.constexpr(-1)  # zeros
@@ -102,9 +104,9 @@ def _fewest(decay, i, limit):
 
 
 @gluon.jit
-def _sequence(cu_ptr, slot, N):
-    """(sequence, segment) of a slot: sequence n owns the slots from cu[n] // SPAN + n on."""
-    SPAN: gl.constexpr = MIN_SEGMENT * C
+def _sequence(cu_ptr, slot, N, SPAN: gl.constexpr):
+    """(sequence, segment) of a slot: sequence n owns the slots from cu[n] // SPAN + n on, SPAN
+    tokens being the shortest segment."""
     n = slot * 0 - 1
     i = gl.arange(0, LOOK_BACK, layout=VECTOR)
     for j in range(0, N, LOOK_BACK):
@@ -143,7 +145,7 @@ def _segment(decay_ptr, warm_ptr, block, heads, row, i, total, segments, transit
 @gluon.jit
 def lone_segments(tokens, split):
     """Segments of a sequence where no launch finds states, so that none needs room for them."""
-    return gl.maximum(gl.minimum(split, tokens // (MIN_SEGMENT * C)), 1)
+    return gl.maximum(gl.minimum(split, tokens // (LONE_SEGMENT * C)), 1)
 
 
 @gluon.jit
@@ -156,34 +158,23 @@ def before_cut(c, tokens, split, look_back):
 
 
 @gluon.jit
-def _lone_warm_up(decay_ptr, block, heads, c):
-    """warm_up of at most LONE_LOOK_BACK chunks before chunk c, by few instructions."""
-    past = decay_ptr + block + (c - 1) * heads
-    total, fewest = 0.0, c * 0 - 1
-    for i in gl.static_range(LONE_LOOK_BACK):
-        total += gl.load(past - i * heads)  # a cut has as many chunks before it
-        fewest = gl.where((fewest < 0) & (total < FORGOTTEN), i + 1, fewest)
-    return fewest
-
-
-@gluon.jit
 def _lone_segment(decay_ptr, block, heads, i, total, segments):
     """(first chunk, end, warm-up, whether it is the last) of segment i, without a launch before
     that finds states: where a cut needs one, the segment before goes on to the next cut."""
-    begin = chunk_at_cut(gl.minimum(i, segments), total, segments)
+    j = gl.arange(0, LOOK_BACK, layout=VECTOR)  # of all cuts at once
+    at = chunk_at_cut(gl.minimum(j, segments), total, segments)
     wait_for_predecessor()  # decay
-    warm = i * 0
-    if (i > 0) & (i < segments):
-        warm = _lone_warm_up(decay_ptr, block, heads, begin)
-    next_cut = gl.where(warm < 0, i, gl.minimum(i + 1, segments))
-    more = (warm >= 0) & (next_cut < segments)
-    while more:
-        at = chunk_at_cut(next_cut, total, segments)
-        more = _lone_warm_up(decay_ptr, block, heads, at) < 0
-        next_cut += more.to(gl.int32)
-        more = more & (next_cut < segments)
-    end = chunk_at_cut(gl.minimum(next_cut, segments), total, segments)
-    return begin, end, gl.maximum(warm, 0), (warm >= 0) & (next_cut == segments) & (i < segments)
+    lost, warm = gl.zeros_like(j).to(gl.float32), j * 0 - 1
+    for n in gl.static_range(1, LONE_LOOK_BACK + 1):
+        past = decay_ptr + block + (at - n) * heads
+        lost += gl.load(past, mask=(j > 0) & (j < segments) & (n <= at), other=0.0)
+        warm = gl.where((warm < 0) & (lost < FORGOTTEN), n, warm)
+    own = gl.sum(gl.where(j == i, warm, 0), 0)
+    begins = (i == 0) | (own >= 0) & (i < segments)
+    later = gl.min(gl.where((j > i) & (warm >= 0), j, segments), 0)
+    begin = chunk_at_cut(gl.minimum(i, segments), total, segments)
+    end = gl.where(begins, chunk_at_cut(later, total, segments), begin)
+    return begin, end, gl.maximum(own, 0), begins & (later == segments)
 
 
 @gluon.jit
@@ -198,9 +189,12 @@ def _one_is_long(cu_ptr, N, T):
 @gluon.jit
 def place(
     cu_ptr, index_ptr, decay_ptr, warm_ptr, T, HV, H, N, every, split, pool_step, transition,
-    IN_PLACE: gl.constexpr, W: gl.constexpr, BY_LENGTHS: gl.constexpr,
+    IN_PLACE: gl.constexpr, W: gl.constexpr, BY_LENGTHS: gl.constexpr, LONE: gl.constexpr,
 ):  # fmt: skip
     """The fields of Unit from `batch` to `tokens` for this CTA; arguments as for the kernel."""
+    SPAN: gl.constexpr = (LONE_SEGMENT if LONE else MIN_SEGMENT) * C
+    # of sequences with fewer tokens no launch finds states
+    SHORT: gl.constexpr = 1 << 30 if warm_ptr is None else FEWEST_SEGMENTS * MIN_SEGMENT * C
     second = gl.where(transition != 0, D, 64)
     slices = second * 2 // (64 * W)
     pid = gl.program_id(0)
@@ -218,7 +212,7 @@ def place(
     else:
         n, i = slot // split, slot % split
         if gl.num_programs(0) != N * split * slices * HV:
-            n, i = _sequence(cu_ptr, slot, N)
+            n, i = _sequence(cu_ptr, slot, N, SPAN)
         padding = first_padding(cu_ptr, T, N).to(gl.int32) + slot * C
         padding = gl.where(transition != 0, T, padding)
         start, end = sequence_bounds(cu_ptr, n, T)
@@ -229,20 +223,25 @@ def place(
         checkpoint = start // (every * C)
     block = block * HV + head
     total = (tokens + C - 1) // C
-    if decay_ptr is not None and warm_ptr is None:
-        segments = lone_segments(tokens, split)
-    else:
-        segments = count_segments(tokens, split, MIN_SEGMENT * C)
+    segments, lone = count_segments(tokens, split, MIN_SEGMENT * C), i < 0
+    if LONE:
+        lone = tokens < SHORT
+        segments = gl.where(lone, lone_segments(tokens, split), segments)
     begin, stop, warm, needed = n * 0, gl.where(i == 0, total, 0), n * 0, i < 0
     last = i == segments - 1
-    if decay_ptr is not None and warm_ptr is None:
+    if decay_ptr is not None:
         if segments > 1:
-            begin, stop, warm, last = _lone_segment(decay_ptr, block, HV, i, total, segments)
-    elif decay_ptr is not None:
-        if segments > 1:
-            begin, stop, warm, needed = _segment(
-                decay_ptr, warm_ptr, block, HV, slot * HV + head, i, total, segments, transition
-            )
+            if LONE:
+                if lone & (transition == 0):
+                    begin, stop, warm, last = _lone_segment(
+                        decay_ptr, block, HV, i, total, segments
+                    )
+            if warm_ptr is not None:
+                if lone == 0:
+                    begin, stop, warm, needed = _segment(
+                        decay_ptr, warm_ptr, block, HV, slot * HV + head, i, total, segments,
+                        transition,
+                    )  # fmt: skip
     work = stop - begin
     source = n
     if index_ptr is not None:

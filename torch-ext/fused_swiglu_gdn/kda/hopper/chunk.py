@@ -8,6 +8,7 @@ from ...gdn.chunks import CHUNK
 from ...gdn.hopper.chunk import dense_heads
 from ...gdn.hopper.plan import (
     CAP,
+    MIN_SEGMENT_TOKENS,
     REGISTERS,
     block_map,
     carry_launch,
@@ -18,6 +19,7 @@ from ...gdn.hopper.plan import (
 )
 from ...gdn.hopper.scan import gdn_scan_fwd_kernel
 from ...gdn.hopper.scheduler import LONE_LOOK_BACK, LOOK_BACK
+from ...gdn.portable.cuts import FEWEST
 from ...gdn.portable.primitives import are_served
 from ...runtime.gluon import tile_map
 from ...runtime.launch import Launch, aligned, by_alignment
@@ -45,10 +47,11 @@ def _made(call: KdaCall) -> Callable:
 class Scan:
     """The launches of the gated delta rule's scan for calls of one kind, one state warpgroup a CTA.
 
-    A sequence is cut where heads are few (docs/gdn_hopper.md). In two only where its gates show
-    that the state before has no effect: to find it would take as long as not to cut. Raw gates
-    without a bound hardly ever do, and a pool's row is read by the first segment and written by the
-    last.
+    A sequence is cut where heads are few (docs/gdn_hopper.md). Short ones, and those of so many
+    heads that there are two segments, only where the gates show that the state before has no
+    effect: to find it would take as long as not to cut. Raw gates without a bound hardly ever do, a
+    chunk of a call that may be cut takes longer, which given gates may not be worth, and a pool's
+    row is read by the first segment and written by the last.
     """
 
     __slots__ = ("cuts", "warm", "transition", "carry", "kernel")
@@ -69,19 +72,17 @@ class Scan:
         in_place = call.state_indices is not None
         facts = (N, call.T, HV, packed, v.device)
         several = most_segments(HV, v.device) > 2
-        split, slots = 1, N
-        if several:
-            split, slots = count_slots(*facts)
-        elif not in_place and (call.A_log is None or options.lower_bound is not None):
-            split, slots = count_slots(*facts, fewest=2)
-        found = several and split > 1
+        bounded = options.lower_bound is not None
+        lone = not in_place and (bounded or call.A_log is None and not several)
+        split, slots = count_slots(*facts, lone=lone) if lone or several else (1, N)
+        found = several and split > 1 and call.T >= FEWEST * MIN_SEGMENT_TOKENS
         self.cuts = split, (LOOK_BACK if found else LONE_LOOK_BACK).value
 
         def launch(transition: int) -> Launch:
             return Launch(
                 gdn_scan_fwd_kernel, slots * HV * (2 + 2 * transition), v.device, maps=maps,
                 numbers=(call.T, HV, HV, N, every, split, pool_step, transition),
-                constexprs=(in_place, 1, options.state_v_first, *REGISTERS[1], False),
+                constexprs=(in_place, 1, options.state_v_first, *REGISTERS[1], False, lone),
                 options=(("num_warps", 4), ("maxnreg", CAP[1]), ("launch_pdl", True)),
                 guarded=True,
             )  # fmt: skip
@@ -89,7 +90,7 @@ class Scan:
         self.kernel = launch(0)
         self.warm = slots * HV if found else 0
         self.transition = launch(1) if found else None
-        self.carry = carry_launch(call, split, slots) if found else None
+        self.carry = carry_launch(call, split, slots, lone) if found else None
 
     @staticmethod
     def serves(call: KdaCall) -> bool:
