@@ -147,7 +147,7 @@ class Pinned:
         return self.looked_for.intersection(space)
 
     def unchanged_of(self, module: nn.Module, guards: Tuple[Tuple[str, object], ...]) -> bool:
-        """What of unchanged() torch.compile can trace: what is of the module itself."""
+        """True if the module itself is unchanged, which is as much as torch.compile can trace."""
         names, attributes = (*self.methods, *module._modules), module.__dict__
         if any([name in attributes for name in names]):  # torch 2.11 traces no other question
             return False
