@@ -182,6 +182,7 @@ def forward_of(form: Form) -> Callable:
             len(args) + len(kwargs) == 1
             and type(x) in PLAIN_TENSORS
             and not torch.is_autocast_enabled(x.device.type)
+            and not torch.compiler.is_dynamo_compiling()  # which cannot trace the next questions
             and torch_unpatched()
             and pinned.unchanged(self, guards)
         ):
