@@ -228,6 +228,21 @@ def test_a_patched_function_of_the_module_counts(kernel, monkeypatch, helper, wh
     assert_counts(kernel, model, before)
 
 
+def test_a_patch_before_torch_compile_counts(kernel, monkeypatch):
+    """What is traced is the class as it is at the trace."""
+    model = served(kernel, "qwen3_5_text")
+    layer = gdn_of(model)
+    module = importlib.import_module(layer.__module__)
+    own = module.l2norm
+    monkeypatch.setattr(module, "l2norm", lambda *args, **kwargs: own(*args, **kwargs) * 3)
+    x = torch.randn(1, 5, model.config.hidden_size)
+    with submodule("runtime.dispatch").force("reference"), torch.no_grad():
+        eager = layer(x)
+        compiled = torch.compile(layer, backend="eager")(x)
+    assert torch.equal(compiled, eager)
+    torch.compiler.reset()
+
+
 def test_torch_functions_that_are_patched_count(kernel, monkeypatch):
     own = F.softplus
     monkeypatch.setattr(F, "softplus", lambda x: own(x) * 2)

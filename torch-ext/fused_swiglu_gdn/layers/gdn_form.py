@@ -95,6 +95,15 @@ def _usual(ours: type, kind: type, other: str) -> Callable:
     return forward
 
 
+def _is_patched(kind: type, ours: type) -> bool:
+    """True if something of the class behind one that is served was patched since kernelize."""
+    known = KNOWN.get(_own_class(kind, ours))
+    return known is not None and not known.pinned.unchanged()
+
+
+_is_patched._dynamo_marked_constant = True  # torch._dynamo.assume_constant_result: at the trace
+
+
 def patch_of(layer, ours: type, kwargs: dict) -> Optional[Callable]:
     """The forward of the layer's own class, if that or what it calls was patched since kernelize,
     if it knows one of the keywords by another name, or if the layer's weights are sharded in this
@@ -103,7 +112,8 @@ def patch_of(layer, ours: type, kwargs: dict) -> Optional[Callable]:
     A patch of a class or a module of transformers is meant to count.
     """
     if torch.compiler.is_compiling():
-        return None
+        kind = type(layer)
+        return kind.forward if hasattr(kind, "served_as") and _is_patched(kind, ours) else None
     own = _own_class(type(layer), ours)
     plain = type(layer.A_log) in PLAIN_TENSORS and type(layer.conv1d.weight) in PLAIN_TENSORS
     known = KNOWN.get(own)
