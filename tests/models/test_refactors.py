@@ -10,7 +10,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 FAMILY = {  # of a kind's class, and every n-th refactor, trap and mutant
     "mlp": ("phi3", 7), "norm": ("gemma2", 7), "attention": ("qwen3", 9), "layer": ("llama", 9),
-    "gdn": ("qwen3_next", 25), "kda": ("kimi_linear", 45), "experts": ("mixtral", 6),
+    "gdn": ("qwen3_next", 20), "kda": ("kimi_linear", 45), "experts": ("mixtral", 6),
     "router": ("qwen3_moe", 6), "block": ("qwen2_moe", 9),
 }  # fmt: skip
 
