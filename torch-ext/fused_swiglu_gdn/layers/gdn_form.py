@@ -95,13 +95,11 @@ def _usual(ours: type, kind: type, other: str) -> Callable:
     return forward
 
 
+@torch.compiler.assume_constant_result  # at the trace
 def _is_patched(kind: type, ours: type) -> bool:
     """True if something of the class behind one that is served was patched since kernelize."""
     known = KNOWN.get(_own_class(kind, ours))
     return known is not None and not known.pinned.unchanged()
-
-
-_is_patched._dynamo_marked_constant = True  # torch._dynamo.assume_constant_result: at the trace
 
 
 def patch_of(layer, ours: type, kwargs: dict) -> Optional[Callable]:

@@ -102,32 +102,37 @@ class LatentAttention:
         self, attention: nn.Module, x: torch.Tensor, given: dict, rest: dict
     ) -> Optional[tuple]:
         """The module's output for these arguments, or None if the class's own forward must run."""
-        form, (_, R, N, _) = self.form, self.form.sizes
-        call = self.call(attention, x, given, rest)
+        form, call = self.form, self.call(attention, x, given, rest)
         if call is None:
             return None
-        (B, T, _), parts, mask = x.shape, attention.__dict__["_modules"], given.get(form.mask)
+        (B, T, _), parts, weights = x.shape, attention.__dict__["_modules"], None
         q, kv = self.projected(parts, x)
-        q, weights = q.view(B, T, -1, N + R), None
-        out = self.stepped(call, q, kv, mask)
+        q = q.view(B, T, -1, form.sizes[2] + form.sizes[1])
+        out = self.stepped(call, q, kv, given.get(form.mask))
         if out is None:
-            latents, rotated, length = self.kept(call, q, kv, attention, given, rest)
-            if form.positions is not None:
-                scale = scale_by_position(given[form.positions], attention.config.rope_parameters)
-                q = q * scale.to(q.dtype)
-        if out is None and call.weight is not None:
-            out = latent_attention_with_kvcache(
-                q, latents, rotated, call.weight, length, qk_nope_head_dim=N,
-                attention_mask=mask, softmax_scale=call.scale,
-            )  # fmt: skip
-        elif out is None:
-            k, v = self.expanded(parts, latents, rotated, q.shape[2])
-            q, words = q.transpose(1, 2), {**call.words, **call.more}
-            out, weights = call.function(attention, q, k, v, mask, **words)
+            out, weights = self.attended(call, q, kv, attention, given, rest)
         if form.gate is not None:
             out = out * torch.sigmoid(parts[form.gate](x).float()).to(x.dtype).unsqueeze(-1)
         out = out.reshape(B, T, -1).contiguous()
         return projections(out, parts[form.out], unpatched=True)[0], weights
+
+    def attended(self, call: "_Call", q, kv, attention, given: dict, rest: dict) -> tuple:
+        """The heads' outputs, and the weights of attention or None: of latents, or of the keys and
+        values that are made of them."""
+        form, mask = self.form, given.get(self.form.mask)
+        latents, rotated, length = self.kept(call, q, kv, attention, given, rest)
+        if form.positions is not None:
+            scale = scale_by_position(given[form.positions], attention.config.rope_parameters)
+            q = q * scale.to(q.dtype)
+        if call.weight is None:
+            k, v = self.expanded(attention.__dict__["_modules"], latents, rotated, q.shape[2])
+            words = {**call.words, **call.more}
+            return call.function(attention, q.transpose(1, 2), k, v, mask, **words)
+        out = latent_attention_with_kvcache(
+            q, latents, rotated, call.weight, length, qk_nope_head_dim=form.sizes[2],
+            attention_mask=mask, softmax_scale=call.scale,
+        )  # fmt: skip
+        return out, None
 
     def call(
         self, attention: nn.Module, x: torch.Tensor, given: dict, rest: dict

@@ -207,10 +207,9 @@ def forward_of(form: Form) -> Callable:
     calls."""
     kind, pinned, guards, argument, roles = form
 
+    @torch.compiler.assume_constant_result  # at the trace
     def of_class() -> bool:
         return pinned.unchanged()
-
-    of_class._dynamo_marked_constant = True  # torch._dynamo.assume_constant_result: at the trace
 
     def forward(self, *args, **kwargs):
         if len(args) == 1 and not kwargs:
