@@ -228,13 +228,17 @@ def test_a_patched_function_of_the_module_counts(kernel, monkeypatch, helper, wh
     assert_counts(kernel, model, before)
 
 
-def test_a_patch_before_torch_compile_counts(kernel, monkeypatch):
-    """What is traced is the class as it is at the trace."""
-    model = served(kernel, "qwen3_5_text")
+@pytest.mark.parametrize("what", ["a function", "a method of the layer"])
+def test_a_patch_before_torch_compile_counts(kernel, monkeypatch, what):
+    """What is traced is the class, and the layer, as it is at the trace."""
+    model = served(kernel, "qwen3_5_text" if what == "a function" else LATER[what][0])
     layer = gdn_of(model)
-    module = importlib.import_module(layer.__module__)
-    own = module.l2norm
-    monkeypatch.setattr(module, "l2norm", lambda *args, **kwargs: own(*args, **kwargs) * 3)
+    if what == "a function":
+        module = importlib.import_module(layer.__module__)
+        own = module.l2norm
+        monkeypatch.setattr(module, "l2norm", lambda *args, **kwargs: own(*args, **kwargs) * 3)
+    else:
+        LATER[what][1](layer)
     x = torch.randn(1, 5, model.config.hidden_size)
     with submodule("runtime.dispatch").force("reference"), torch.no_grad():
         eager = layer(x)

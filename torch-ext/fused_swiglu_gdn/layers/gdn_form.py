@@ -111,7 +111,11 @@ def patch_of(layer, ours: type, kwargs: dict) -> Optional[Callable]:
     """
     if torch.compiler.is_compiling():
         kind = type(layer)
-        return kind.forward if hasattr(kind, "served_as") and _is_patched(kind, ours) else None
+        if not hasattr(kind, "served_as"):
+            return None
+        known = [KNOWN[base].pinned for base in kind.__mro__ if base in KNOWN]
+        same = all([pinned.unchanged_of(layer, ()) for pinned in known])
+        return None if same and not _is_patched(kind, ours) else kind.forward
     own = _own_class(type(layer), ours)
     plain = type(layer.A_log) in PLAIN_TENSORS and type(layer.conv1d.weight) in PLAIN_TENSORS
     known = KNOWN.get(own)
