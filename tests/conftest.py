@@ -5,6 +5,7 @@ that they reach its inner modules. tests/repository/test_build.py and tests/mode
 load what tools/build.py built, as users do.
 """
 
+import gc
 import importlib.util
 import os
 import sys
@@ -177,6 +178,7 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=[item for item in items if "gpu" in item.keywords])
         items[:] = [item for item in items if "gpu" not in item.keywords]
     spread(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
+    gc.freeze()  # what was imported stays: no collection looks through it again
 
 
 def gdn_inputs(B, T, H, HV, K, V, dtype=torch.float32, device="cpu", seed=0, gates="slow"):

@@ -9,6 +9,8 @@ tests/repository/test_house.py where a portable kernel is in no list."""
 
 import argparse
 import dataclasses
+import gc
+import importlib
 import inspect
 import json
 import math
@@ -38,7 +40,7 @@ DEVICE = "cpu" if INTERPRETING else "cuda"
 # a process that has imported what takes long, from which each session is forked
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(
-    ["torch._dynamo", "triton.language", "triton.runtime.interpreter", "pytest"]
+    ["torch._dynamo", "triton.language", "triton.runtime.interpreter", "pytest", "interpreter"]
 )
 
 
@@ -87,6 +89,7 @@ def _session(path: str, log: str, found: str) -> None:
         return launch(self, *args, **kwargs)
 
     GridExecutor.__call__ = launch_and_record
+    gc.freeze()  # what the server has imported is looked through by no collection
     code = int(pytest.main(["-o", "addopts=", path]))
     Path(found).write_text(json.dumps(sorted(launched)))
     sys.exit(code)
@@ -288,6 +291,7 @@ def _mend() -> None:
 if INTERPRETING and __name__ != "__mp_main__":  # main()'s own, which tests import once more
     _hasten()
     _mend()
+    importlib.import_module("in_tree").load_package()  # each session's, where the server imports it
 
 
 def main() -> None:
@@ -295,6 +299,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("files", nargs="*", help="names of files, as test_norm.py")
     named, found = parser.parse_args().files, {}
+    sys.path.insert(0, str(TESTS.parent / "tools"))
     files = sorted(path for path in TESTS.glob("*/test_*.py") if SESSION in path.read_text())
     if named and INTERPRETED.exists():
         found = json.loads(INTERPRETED.read_text())
