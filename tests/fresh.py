@@ -1,5 +1,6 @@
 """Python programs in processes of their own, as `python -c` and scripts: forked from a process that
-has imported torch, which takes longer than most of what they do."""
+has imported torch and its compiler, which the package needs; this takes longer than most of what
+they do."""
 
 import functools
 import json
@@ -10,9 +11,10 @@ import tempfile
 from pathlib import Path
 
 _SERVER = """
-import json, os, runpy, signal, sys, types
-import torch
+import gc, importlib, json, os, runpy, signal, sys, types
 
+importlib.import_module(sys.argv[1])
+gc.freeze()
 job = None
 for line in sys.stdin:
     if os.fork() == 0:
@@ -38,19 +40,23 @@ if job is not None:
 
 
 @functools.lru_cache(None)
-def server() -> subprocess.Popen:
+def server(imported: str) -> subprocess.Popen:
     """The process that programs are forked from; it ends when this one's pipe does."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, "-c", _SERVER], **pipes)
+    return subprocess.Popen([sys.executable, "-c", _SERVER, imported], **pipes)
 
 
-def python(*arguments, cwd=None, env=None, timeout=120) -> subprocess.CompletedProcess:
-    """Runs "-c", CODE, or a script, with arguments, and captures its output as text."""
+def python(
+    *arguments, cwd=None, env=None, timeout=120, imported="torch._dynamo"
+) -> subprocess.CompletedProcess:
+    """Runs "-c", CODE, or a script, with arguments, and captures its output as text. imported: a
+    module that is imported before."""
     words = list(map(str, arguments))
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, name) for name in ("out", "err")]
         job = [words, str(cwd or os.getcwd()), dict(env or os.environ), *map(str, files), timeout]
-        server().stdin.write(json.dumps(job) + "\n")
-        server().stdin.flush()
-        status = os.waitstatus_to_exitcode(int(server().stdout.readline()))
+        parent = server(imported)
+        parent.stdin.write(json.dumps(job) + "\n")
+        parent.stdin.flush()
+        status = os.waitstatus_to_exitcode(int(parent.stdout.readline()))
         return subprocess.CompletedProcess(words, status, *[file.read_text() for file in files])

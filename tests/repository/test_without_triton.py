@@ -13,7 +13,8 @@ def test_everything_is_served_by_plain_torch(repository, hidden):
     pytest.importorskip("transformers")
     if hidden == LATER:
         pytest.importorskip("triton")
-    ran = fresh.python(ROOT / "tests" / "without_triton.py", repository, hidden, timeout=300)
+    script = ROOT / "tests" / "without_triton.py"
+    ran = fresh.python(script, repository, hidden, timeout=300, imported="torch")
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert ran.stdout.splitlines()[-1] == "all served"
     assert ("identical" in ran.stdout) == (hidden == "triton")
