@@ -60,8 +60,7 @@ class LatentForm(NamedTuple):
     rotary: Optional[str]  # of attention.checks.ROTARY; None: no rotary embedding
     sizes: Tuple[int, int, int, int]  # C, R, N, V
     implementation: Word  # what transformers' registry is asked for
-    words: Tuple[Word, ...]  # keywords of the attention function in evaluation,
-    training_words: Tuple[Word, ...]  # and in training
+    words: Tuple[Word, ...]  # keywords of the attention function
     rests: bool  # it also gets the keywords that the forward has no name for
     eager: Callable  # the attention function of implementation "eager"
 
@@ -72,7 +71,7 @@ def forward_of(form: LatentForm) -> Callable:
     return forward_by(form, LatentAttention(form).served, "LatentAttention", compiled=False)
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """A call that is ours."""
 
     function: Callable  # the attention function, and its keywords:
@@ -92,6 +91,8 @@ class _Call(NamedTuple):
 
 class LatentAttention:
     """A form, prepared for calls."""
+
+    normed_and_turned = staticmethod(fused_latent_norm_rope)
 
     def __init__(self, form: LatentForm):
         self.form = form
@@ -116,7 +117,7 @@ class LatentAttention:
         out = out.reshape(B, T, -1).contiguous()
         return projections(out, parts[form.out], unpatched=True)[0], weights
 
-    def attended(self, call: "_Call", q, kv, attention, given: dict, rest: dict) -> tuple:
+    def attended(self, call: "Call", q, kv, attention, given: dict, rest: dict) -> tuple:
         """The heads' outputs, and the weights of attention or None: of latents, or of the keys and
         values that are made of them."""
         form, mask = self.form, given.get(self.form.mask)
@@ -136,7 +137,7 @@ class LatentAttention:
 
     def call(
         self, attention: nn.Module, x: torch.Tensor, given: dict, rest: dict
-    ) -> Optional["_Call"]:
+    ) -> Optional["Call"]:
         """Everything that a call needs, or None if it is not one of ours."""
         form, (C, R, _, _) = self.form, self.form.sizes
         past, mask = given.get(form.cache), given.get(form.mask)
@@ -149,7 +150,7 @@ class LatentAttention:
         if not form.pinned.unchanged(attention, form.guards):
             return None
         own_tables, parts = given.get(form.tables), attention.__dict__["_modules"]
-        tables, norm = _tables(form, own_tables, x, R), parameters_of_norm(parts[form.kv_norm])
+        tables, norm = tables_of(form, own_tables, x, R), parameters_of_norm(parts[form.kv_norm])
         if tables is None or not _is_plain(norm, x):
             return None
         words = self.words.made(attention, given, rest, own_tables)
@@ -163,9 +164,9 @@ class LatentAttention:
                 filled = slots.keys.shape[2] if slots is not None else _grown(past, index, x)
                 if filled is not None and _attends(mask, B, T, filled):
                     weight = _weight(parts[form.kv_b], x)
-        return _Call(function, words, more, tables, norm, past, index, slots, weight)
+        return Call(function, words, more, tables, norm, past, index, slots, weight)
 
-    def stepped(self, call: "_Call", q, kv, mask) -> Optional[torch.Tensor]:
+    def stepped(self, call: "Call", q, kv, mask) -> Optional[torch.Tensor]:
         """The heads' outputs of tokens that are written to a static cache and attend to it, or None
         if that takes more than one operation."""
         form, slots = self.form, call.slots
@@ -181,7 +182,7 @@ class LatentAttention:
         step = ops.LATENT_STEP.serving(tensors, options)
         return None if step is None else step(*tensors)
 
-    def kept(self, call: "_Call", q, kv, attention, given: dict, rest: dict) -> tuple:
+    def kept(self, call: "Call", q, kv, attention, given: dict, rest: dict) -> tuple:
         """Latents and keys of the cache, or of these tokens without one, and how many slots of a
         static cache are filled; q is turned in place."""
         turn = {"eps": call.norm[1], "rotary": self.form.rotary or "halves"}
@@ -189,13 +190,13 @@ class LatentAttention:
             keys, values, length = (
                 call.slots.keys, call.slots.values, call.slots.cumulative_length
             )  # fmt: skip
-            fused_latent_norm_rope(
+            self.normed_and_turned(
                 q, kv, call.norm[0], *call.tables, **turn, latent_cache=keys, rotated_cache=values,
                 cache_position=length,
             )  # fmt: skip
             length.add_(q.shape[1])
             return keys, values, length
-        latents, rotated = fused_latent_norm_rope(q, kv, call.norm[0], *call.tables, **turn)
+        latents, rotated = self.normed_and_turned(q, kv, call.norm[0], *call.tables, **turn)
         if call.past is not None:
             made = call.past, latents, rotated, call.index
             latents, rotated = self.updates.of(*made, attention, given, rest)
@@ -260,7 +261,7 @@ def _is_plain(norm: Optional[tuple], x: torch.Tensor) -> bool:
     return alike and casting_mode == "llama" and offset == 0.0
 
 
-def _tables(form: LatentForm, tables, x: torch.Tensor, R: int) -> Optional[tuple]:
+def tables_of(form: LatentForm, tables, x: torch.Tensor, R: int) -> Optional[tuple]:
     """cos and sin for fused_latent_norm_rope, both None without rotary embedding; None if they do
     not fit."""
     if form.rotary is None:

@@ -134,6 +134,7 @@ def _find(kind_of_trial, module, kind, facts, values, norms) -> tuple:
     reasons = []
     # in both modes, or where the forward reads its mode in evaluation alone
     modes = (True, False) if "training" in facts.names else (True,)
+    modes = modes if kind_of_trial.trains else (False,)
     for trains, handed in itertools.product(modes, (frozenset(paths), frozenset())):
         if reasons and not handed and not reasons[-1][1]:
             continue  # as before
@@ -155,6 +156,7 @@ def _find(kind_of_trial, module, kind, facts, values, norms) -> tuple:
 
 class AttentionTrial(Learning):
     complex = False  # the tables are one complex tensor
+    trains = True  # a call in training is tried, too
 
     def __init__(self, module, kind, facts, norms, handed: frozenset):
         super().__init__(module, kind, facts)
@@ -179,7 +181,6 @@ class AttentionTrial(Learning):
         self.own = [(n, random(*told(p, "shape"), seed=77)) for n, p in own]
         self.tables = self.cache = self.mask = self.positions = self.store = None  # arguments
         self.scaled = False  # queries are, by their positions
-        self.trains = True  # a call in training is tried, too
         self.takes = False  # keys and values from the store
         self.width = next((features(m)[0] for m in module._modules.values() if features(m)), 0)
         self.dims, self.D, self.R = 3, 1, 0
@@ -252,20 +253,25 @@ class AttentionTrial(Learning):
         self.calls, self.training_words = self.calls_of(first), self.calls_of(training)[1]
         self.handed = self.those_handed()
         form = AttentionForm(self.kind, FREE, (), *self.fields())
-        ours = _Ours(form)
+        self.check_all(_Ours(form))
+        optional = self.agrees(_Ours(form._replace(optional=True)), WITHOUT)
+        if not self.R and self.agrees(_Ours(form._replace(widths=())), PARTIAL):
+            form = form._replace(widths=())
+        return self.guarded(form._replace(optional=optional), values)
+
+    def guarded(self, form, values: dict):
+        """The form, with all that each call has to compare."""
+        values = self.guards(_without(values, self.handed))
+        guards = {**values, **dict.fromkeys(self.given_on(), GIVEN)}
+        guards.update({} if self.trains else {"training": False})
+        return form._replace(pinned=self.facts.pinned, guards=tuple(guards.items()))
+
+    def check_all(self, ours) -> None:
+        """Checks ours in all cases; raises Refused if it differs in one."""
         for case in self.cases():
             self.check(ours, self.called(case))
         for absent in toggles(self.others()):
             self.check(ours, self.called(FIRST, absent=absent))
-        optional = self.agrees(form._replace(optional=True), WITHOUT)
-        if not self.R and self.agrees(form._replace(widths=()), PARTIAL):
-            form = form._replace(widths=())
-        values = self.guards(_without(values, self.handed))
-        guards = {**values, **dict.fromkeys(self.given_on(), GIVEN)}
-        guards.update({} if self.trains else {"training": False})
-        return form._replace(
-            pinned=self.facts.pinned, guards=tuple(guards.items()), optional=optional
-        )
 
     def cases(self) -> Iterator[Case]:
         """CASES, and with the numbers of tokens that have to be tried."""
@@ -283,14 +289,14 @@ class AttentionTrial(Learning):
         known = {word.what for word in (implementation, index) if word is not None}
         return sorted(self.handed - known)
 
-    def agrees(self, form: AttentionForm, case: Case) -> bool:
+    def agrees(self, ours, case: Case) -> bool:
         try:
-            self.check(_Ours(form), self.called(case))
-        except Refused:
+            self.check(ours, self.called(case))
+        except (Refused, AttributeError, RuntimeError, TypeError):  # what it reads does not fit
             return False
         return True
 
-    def check(self, ours: Attention, run: Run) -> None:
+    def check(self, ours, run: Run) -> None:
         """Checks that ours gives the cache, the attention function and the parts of the module what
         the class's forward gives them, and returns the same; raises Refused if not."""
         given = {n: v.again() if type(v) in (Cache, Store) else v for n, v in run.given.items()}
@@ -332,5 +338,5 @@ def _done(run: Run, projections: frozenset) -> tuple:
     """All that a forward has done in a run that others see."""
     ((module, *heads, mask, keywords, _),) = run.interface.calls
     updates = {n: v.calls for n, v in run.given.items() if type(v) in (Cache, Store)}
-    products = {entry[0]: entry[1] for entry in run.log if entry and entry[0] in projections}
+    products = {e[0]: e[1].flatten(0, -2) for e in run.log if e and e[0] in projections}
     return run.interface.asked, module, heads, mask, keywords, updates, products, run.result
