@@ -144,22 +144,64 @@ def _key(processor: Any) -> tuple:
     return type(processor).__name__, repr(values)
 
 
-class Chooser:
-    """The choice in a graph: captured operations, and the tensors that they read and advance.
+class Choosing:
+    """The captured operations of a choice, and what they read and advance.
 
-    length []: of the ids, the token that the step reads included. seen [B, V + 1]: which tokens are
-    among those that a penalty concerns; the last column is for ids past the vocabulary.
+    length: of the ids up to each row's token. seen [B, V + 1]: which tokens are among those that a
+    penalty concerns; the last column is for ids past the vocabulary.
     """
 
     def __init__(self, choice: Choice):
-        B, device = len(choice.ids), choice.ids.device
         self.choice, self.steps = choice, [_step(each) for each in choice.processors]
         self.known = known_to_kernels(choice)
+        self.length: Optional[torch.Tensor] = None
+        self.seen: Optional[torch.Tensor] = None
+
+    def mark(self, seen: torch.Tensor, ids: torch.Tensor) -> None:
+        """Sets `seen` to the tokens of ids [B, T] that the penalty concerns."""
+        for each in self.choice.processors:
+            if type(each).__name__ == PENALTY:
+                ones = torch.ones_like(seen[:, :-1], dtype=torch.float32)
+                seen[:, :-1] = each(ids, ones) != 1
+
+    def penalises(self) -> bool:
+        return any(type(each).__name__ == PENALTY for each in self.choice.processors)
+
+    def chosen(self, logits: torch.Tensor, ids: torch.Tensor, length: torch.Tensor) -> tuple:
+        """The tokens [B] after logits [B, V] of ids [B, 1], and the scores [B, V] of which they are
+        chosen, or None where a kernel chooses. length []: the first row's."""
+        q = None
+        if self.choice.draws:
+            q = torch.empty(logits.shape, dtype=torch.float32, device=logits.device).exponential_()
+        if self.known is not None:
+            ends, options = self.known
+            found = CHOOSE((logits, q, self.seen, ends, length), options)
+            if found is not None:
+                tokens, right = found
+                if q is not None:
+                    torch._assert_async(right.all())  # as torch.multinomial does
+                return tokens, None
+        scores = logits.float()
+        for step in self.steps:
+            scores = step(scores, ids, self)
+        if q is None:
+            return scores.argmax(-1), scores
+        p = scores.softmax(-1)
+        first = p[:, :1]  # NaN if any score is, as torch.multinomial asserts
+        torch._assert_async((first == first).all())
+        return (p / q).argmax(-1), scores
+
+
+class Chooser(Choosing):
+    """The choice of a step: of one token [B]. length: a tensor []."""
+
+    def __init__(self, choice: Choice):
+        super().__init__(choice)
+        B, device = len(choice.ids), choice.ids.device
         self.tokens = -1  # in length and seen
         self.length = torch.zeros((), dtype=torch.int64, device=device)
-        penalised = any(type(each).__name__ == PENALTY for each in choice.processors)
-        kind = {"dtype": torch.bool, "device": device}
-        self.seen = torch.zeros(B, choice.vocabulary + 1, **kind) if penalised else None
+        if self.penalises():
+            self.seen = torch.zeros(B, choice.vocabulary + 1, dtype=torch.bool, device=device)
 
     def follow(self, choice: Choice) -> None:
         """Brings the tensors to where a call of generate is, for its next token."""
@@ -167,10 +209,8 @@ class Chooser:
         if choice is not self.choice or tokens != self.tokens:
             self.choice = choice
             self.length.fill_(tokens)
-            for each in choice.processors:
-                if type(each).__name__ == PENALTY and self.seen is not None:
-                    ones = self.seen.new_ones(self.seen[:, :-1].shape, dtype=torch.float32)
-                    self.seen[:, :-1] = each(choice.ids, ones) != 1
+            if self.seen is not None:
+                self.mark(self.seen, choice.ids)
         self.tokens = tokens + 1
 
     def choose(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -178,26 +218,7 @@ class Chooser:
         self.length.add_(1)
         if self.seen is not None:
             self.seen.scatter_(1, ids.clamp(max=self.seen.shape[1] - 1), True)
-        logits, q = logits[:, -1], None
-        if self.choice.draws:
-            q = torch.empty(logits.shape, dtype=torch.float32, device=logits.device).exponential_()
-        if self.known is not None:
-            ends, options = self.known
-            found = CHOOSE((logits, q, self.seen, ends, self.length), options)
-            if found is not None:
-                tokens, right = found
-                if q is not None:
-                    torch._assert_async(right.all())  # as torch.multinomial does
-                return tokens
-        scores = logits.float()
-        for step in self.steps:
-            scores = step(scores, ids, self)
-        if q is None:
-            return scores.argmax(-1)
-        p = scores.softmax(-1)
-        first = p[:, :1]  # NaN if any score is, as torch.multinomial asserts
-        torch._assert_async((first == first).all())
-        return (p / q).argmax(-1)
+        return self.chosen(logits[:, -1], ids, self.length)[0]
 
     def warm_up(self, logits: torch.Tensor, ids: torch.Tensor, generator: Any) -> None:
         """Loads what a capture would have to load, and leaves the random generator as it was."""

@@ -18,7 +18,7 @@ from torch import nn
 from ..layers.plain import named_modules
 from .draft_loop import drafted
 from .graph_rules import CACHE_NAMES, CACHES
-from .late import UTILS, Generate, View
+from .late import UTILS, Generate, view_class, view_of
 from .lookup import NotServed
 from .mtp import MOST, Mtp, MtpDrafts
 from .rows import keeping
@@ -63,7 +63,7 @@ class Drafted(Generate):
         own = type(model).generate
         if asks_for_drafts(model, options) and options.get("custom_generate") is None:
             if not getattr(type(model), "_is_stateful", False) or why_not_drafts(model) is None:
-                return own(draft_view(model), *args, **options)
+                return own(view_of(model, _view_class(type(model))), *args, **options)
         if "get_compiled_call" in model.__dict__:
             return super().__call__(*args, **options)
         return own(model, *args, **options)
@@ -82,16 +82,10 @@ def serve_drafts(model: nn.Module) -> None:
             return
 
 
-def draft_view(model: nn.Module) -> nn.Module:
-    """A model for transformers' generate that shares the model's attributes and is not stateful."""
-    view = object.__new__(_view_class(type(model)))
-    object.__setattr__(view, "__dict__", model.__dict__)
-    object.__setattr__(view, "viewed", model)
-    return view
-
-
 @functools.cache
 def _view_class(own: type) -> type:
+    """Of a model for transformers' generate that shares the model's attributes and is not
+    stateful."""
     stateful = getattr(own, "_is_stateful", False)
 
     def decode(self, *args, **given):
@@ -112,11 +106,8 @@ def _view_class(own: type) -> type:
         found = own._get_candidate_generator(self, *args, **given)
         return Few(found) if stateful else found
 
-    members = {
-        "__slots__": ("viewed",), "_is_stateful": False, ASSISTED: decode, GENERATOR: generator,
-        "__doc__": own.__doc__, "__module__": own.__module__, "__qualname__": own.__qualname__,
-    }  # fmt: skip
-    return type(own)(own.__name__, (View, own), members)
+    members = {"_is_stateful": False, ASSISTED: decode, GENERATOR: generator}
+    return view_class(own, members)
 
 
 class Few:

@@ -94,32 +94,62 @@ def _generating(model: nn.Module) -> Optional[Tuple[str, nn.Module]]:
     return None
 
 
-class Step:
-    """One decoding step on one cache: eager at first, then replayed.
+class Replayed:
+    """Calls on one cache that are replays of a graph, while all that it contains is as it was.
 
-    name: of the model's argument that takes the cache. loops: in transformers' loop.
+    name: of the model's argument that takes the cache.
     """
 
+    graph: Optional[Graph] = None
+    watches: Tuple[Any, Any] = (None, None)  # of the cache and of the model
+    reason: Optional[str] = None  # why no call on this cache is for a graph
+    replays = wasted = 0
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def hold(self, graph: Graph, watch: Any, model: nn.Module) -> None:
+        """Replays this graph from now on."""
+        self.graph, self.watches = graph, (watch, ModelWatch(model))
+
+    def holds(self, cache: Any, device: torch.device) -> bool:
+        """True if torch's modes, the cache and the model are as they were at the capture."""
+        of_cache, of_model = self.watches
+        if why_not_now(device) is not None or of_cache.is_full():
+            return False
+        return of_cache.holds(cache) and of_model.holds()
+
+    def drop(self) -> None:
+        """Frees the graph; there is no other after several that did not pay."""
+        self.wasted += self.replays < PAYS
+        self.graph, self.watches, self.replays = None, (None, None), 0
+        if self.wasted >= WASTED:
+            self.reason = "what a graph has baked in changed again and again"
+
+
+class Step(Replayed):
+    """One decoding step on one cache: eager at first, then replayed. loops: in transformers'
+    loop."""
+
     def __init__(self, cache: Any, name: str, loops: bool = False):
-        self.name, self.loops = name, loops
-        self.reason = why_not_cache(cache)  # why no call on this cache is for a graph
+        super().__init__(name)
+        self.loops, self.reason = loops, why_not_cache(cache)
         self.key: Optional[tuple] = None  # of the calls that a graph is, or will be, for
-        self.graph: Optional[Graph] = None
         self.static: List[torch.Tensor] = []  # what the graph reads, in the order of _parts
         self.output: Optional[Output] = None  # what it writes
         self.before: list = []  # the tensors of the call before a capture, as _parts has them
         self.ahead: Optional[Ahead] = None  # those of `static` that the graph advances
         self.mask: Any = None  # the mask or dict of masks among them
-        self.watches: Tuple[Any, Any] = (None, None)
         self.chooser: Optional[Chooser] = None  # of the token, in the graph
-        self.replays = self.wasted = 0
 
     def __call__(self, model: nn.Module, cache: Any, inputs: dict, choice: Optional[Choice] = None):
         """Runs the model on this cache and these inputs. choice: that of the token, which takes the
         place of the logits if the call is a replay."""
         if self.graph is not None:
             tensors, key = _kind(inputs, self.static[0].device, choice)
-            if key == self.key and self._holds(cache):  # so what else is asked below is as it was
+            if key == self.key and self.holds(
+                cache, self.static[0].device
+            ):  # so what else is asked below is as it was
                 return self._replay(cache, tensors, choice)
         reason = self.reason or why_eager(model, cache, inputs)
         if reason is not None:
@@ -127,7 +157,7 @@ class Step:
         device = inputs["input_ids"].device
         tensors, key = _kind(inputs, device, choice)
         if self.graph is not None:
-            self._drop()
+            self.drop()
         reason = self.reason or why_not_model(model) or why_not_yet(cache)
         if reason is not None:
             return self._eager(model, cache, inputs, reason)
@@ -151,13 +181,6 @@ class Step:
         if reason not in PASSING:
             say(model, reason)
         return self._call(model, cache, inputs)
-
-    def _holds(self, cache: Any) -> bool:
-        """True if torch's modes, the cache and the model are as they were at the capture."""
-        of_cache, of_model = self.watches
-        if why_not_now(self.static[0].device) is not None or of_cache.is_full():
-            return False
-        return of_cache.holds(cache) and of_model.holds()
 
     def has_made(self, output: Any) -> bool:
         """True if the output is that of the latest replay."""
@@ -202,18 +225,15 @@ class Step:
         self.reason = found.reason
         if self.reason is not None:
             return self._eager(model, cache, inputs, self.reason)
-        self.graph, self.static = graph, [x for _, x in tensors]
+        self.hold(graph, found.watch, model)
+        self.static, self.chooser = [x for _, x in tensors], chooser
         self.ahead, self.mask, self.before = ahead, static.get(MASK), []
-        self.watches, self.chooser = (found.watch, ModelWatch(model)), chooser
         return self._replay(cache, _parts(inputs)[0], choice)
 
-    def _drop(self) -> None:
-        self.wasted += self.replays < PAYS
-        self.key = self.graph = self.output = self.ahead = self.mask = self.chooser = None
-        self.static, self.watches = [], (None, None)
-        self.replays = 0
-        if self.wasted >= WASTED:
-            self.reason = "what a graph has baked in changed again and again"
+    def drop(self) -> None:
+        super().drop()
+        self.key = self.output = self.ahead = self.mask = self.chooser = None
+        self.static = []
 
 
 def _kind(inputs: dict, device: torch.device, choice: Optional[Choice]) -> Tuple[list, tuple]:

@@ -67,7 +67,7 @@ class Generate(InPlace):
         others = options.get("custom_generate"), options.get("cache_implementation") == "paged"
         if len(args) > 2 or any(others) or why_not_late(kind) is not None:
             return kind.generate(model, *args, **options)
-        return kind.generate(_view(model), *args, **options)
+        return kind.generate(view_of(model, _view_class(kind)), *args, **options)
 
 
 def why_not_late(kind: type) -> Optional[str]:
@@ -104,25 +104,25 @@ class View:
         """Skips the hook that the model's class runs for its subclasses."""
 
 
-def _view(model: nn.Module) -> nn.Module:
-    view = object.__new__(_view_class(type(model)))
+def view_of(model: nn.Module, kind: type) -> nn.Module:
+    """The model as an object of a class of view_class."""
+    view = object.__new__(kind)
     object.__setattr__(view, "__dict__", model.__dict__)
     object.__setattr__(view, "viewed", model)
     return view
 
 
+def view_class(own: type, members: dict) -> type:
+    """The View of a model's class with these members."""
+    same = {name: getattr(own, name) for name in ("__doc__", "__module__", "__qualname__")}
+    return type(own)(own.__name__, (View, own), {"__slots__": ("viewed",), **same, **members})
+
+
 @functools.cache
 def _view_class(own: type) -> type:
-    members = {
-        "__slots__": ("viewed",),
-        "__doc__": own.__doc__,
-        "__module__": own.__module__,
-        "__qualname__": own.__qualname__,
-    }
-    for name in set(getattr(sys.modules[UTILS], MODES).values()):
-        if hasattr(own, name):  # other ways to decode are code of the Hub
-            members[name] = _of_model(own, name)
-    return type(own)(own.__name__, (View, own), members)
+    names = set(getattr(sys.modules[UTILS], MODES).values())
+    # other ways to decode are code of the Hub
+    return view_class(own, {n: _of_model(own, n) for n in names if hasattr(own, n)})
 
 
 def _of_model(own: type, name: str) -> Callable:

@@ -17,11 +17,11 @@ from torch import nn
 from .ahead import IDS, MASK, POSITIONS
 from .capture import Graph
 from .graph_rules import PASSING, why_not_model, why_not_now
-from .graphs import PAYS, WASTED, _map, _parts, say
+from .graphs import Replayed, _map, _parts, say
 from .reading import last_hidden
 from .row_choice import RowChoice, right_ones
 from .rows import TakesBack
-from .watch import ModelWatch, capturing
+from .watch import capturing
 
 
 class Following:
@@ -71,7 +71,7 @@ def following(inputs: dict, start: torch.Tensor, later: dict, length: torch.Tens
     return found
 
 
-class Round:
+class Round(Replayed):
     """Calls of T tokens on one cache.
 
     name: of the model's argument that takes the cache. inputs(): transformers' for the tokens `ids`
@@ -82,7 +82,8 @@ class Round:
     def __init__(self, model: nn.Module, cache: Any, name: str, T: int, choice: RowChoice,
                  back: TakesBack, inputs: Callable[[torch.Tensor], dict],
                  drafter: Any = None):  # fmt: skip
-        self.model, self.cache, self.name, self.T = model, cache, name, T
+        super().__init__(name)
+        self.model, self.cache, self.T = model, cache, T
         self.choice, self.back, self.inputs, self.drafter = choice, back, inputs, drafter
         device = back.length.device
         self.device = device
@@ -92,16 +93,12 @@ class Round:
         self.free = deque([Graph.delivery(device, [told]) for _ in range(2)])
         self.sent: deque = deque()  # to the host, and not yet received
         self.before: Optional[tuple] = None  # inputs and length of the first call
-        self.graph: Optional[Graph] = None
         self.static: Optional[dict] = None  # inputs that the graph does not make
         self.made: Optional[Following] = None  # what those are made of that it does
         # of the latest call; told: the tokens and, of several, how many count; hidden [1, T, H]
         self.tokens = self.told = self.logits = self.scores = self.hidden = None
-        self.watches: tuple = (None, None)
         self.modes: tuple = ()
         self.checked = False  # that the graph holds, since the latest call
-        self.reason: Optional[str] = None
-        self.replays = self.wasted = 0
 
     def launch(self, ids: Optional[List[int]]) -> None:
         """Computes the tokens behind each of ids; the cache keeps the right ones. None: of those
@@ -132,7 +129,7 @@ class Round:
         if self.graph is not None:
             if self.checked or self._holds():
                 return self._replay()
-            self._drop()
+            self.drop()
         inputs = {**self.inputs(self.ids), IDS: self.ids}
         reason = why_not_now(self.device) or self.reason or why_not_model(self.model)
         if reason is not None:
@@ -181,19 +178,15 @@ class Round:
         if self.reason is not None:
             say(self.model, self.reason)
             return self._verify(inputs)
-        self.graph, self.static, self.made = graph, static, made
-        self.watches, self.modes = (found.watch, ModelWatch(self.model)), self._modes()
+        self.hold(graph, found.watch, self.model)
+        self.static, self.made, self.modes = static, made, self._modes()
         return self._replay()
 
     def _modes(self) -> tuple:
         return Graph.place(self.device), torch.is_inference_mode_enabled()
 
     def _holds(self) -> bool:
-        """True if torch's modes, the cache and the model are as they were at the capture."""
-        of_cache, of_model = self.watches
-        if why_not_now(self.device) is not None or self.modes != self._modes():
-            return False
-        return not of_cache.is_full() and of_cache.holds(self.cache) and of_model.holds()
+        return self.modes == self._modes() and self.holds(self.cache, self.device)
 
     def _replay(self) -> None:
         if self.static is not None:
@@ -210,9 +203,6 @@ class Round:
             if hasattr(layer, "cumulative_length_int"):
                 layer.cumulative_length_int = tokens
 
-    def _drop(self) -> None:
-        self.wasted += self.replays < PAYS
-        self.graph = self.static = self.made = self.before = None
-        self.watches, self.replays = (None, None), 0
-        if self.wasted >= WASTED:
-            self.reason = "what a graph has baked in changed again and again"
+    def drop(self) -> None:
+        super().drop()
+        self.static = self.made = self.before = None

@@ -14,8 +14,7 @@ from typing import Any, Optional
 
 import torch
 
-from ..sampling.ops import CHOOSE
-from .choosing import PENALTY, Choice, _step, choice_of, known_to_kernels
+from .choosing import Choice, Choosing, choice_of
 
 
 def rows_choice(processors: list, config: Any, ids: torch.Tensor) -> Optional["RowChoice"]:
@@ -25,57 +24,32 @@ def rows_choice(processors: list, config: Any, ids: torch.Tensor) -> Optional["R
     return None if found is None else RowChoice(found, ids)
 
 
-class RowChoice:
-    """seen_before [1, V + 1]: the words that a penalty concerns among the tokens so far; the last
-    column is for ids past the vocabulary."""
+class RowChoice(Choosing):
+    """The choice of a round. seen_before [1, V + 1]: the words that a penalty concerns among the
+    tokens so far. Of a round, seen is [T, V + 1] and length [T, 1]."""
 
     def __init__(self, choice: Choice, ids: torch.Tensor):
-        self.choice, self.ids = choice, ids
-        self.steps = [_step(each) for each in choice.processors]
         choice.ids = ids
-        known = known_to_kernels(choice)
-        self.known = None if known is None or known[1].least else known
+        super().__init__(choice)
+        self.ids = ids
+        if self.known is not None and self.known[1].least:
+            self.known = None
         self.seen_before: Optional[torch.Tensor] = None
-        # what the steps read of a round
-        self.seen: Optional[torch.Tensor] = None  # [T, V + 1]
-        self.length: Optional[torch.Tensor] = None  # [T, 1] of the ids up to each row's token
 
     def begin(self, V: int) -> None:
-        for each in self.choice.processors:
-            if type(each).__name__ == PENALTY:
-                ones = torch.ones(1, V, device=self.ids.device)
-                self.seen_before = torch.zeros(1, V + 1, dtype=torch.bool, device=ones.device)
-                self.seen_before[:, :V] = each(self.ids, ones) != 1
+        if self.penalises():
+            self.seen_before = torch.zeros(1, V + 1, dtype=torch.bool, device=self.ids.device)
+            self.mark(self.seen_before, self.ids)
 
     def choose(self, logits: torch.Tensor, ids: torch.Tensor, before: Any) -> tuple:
-        """Returns the tokens [T] after logits [T, V] of tokens ids [T] behind `before` others, the
-        scores [T, V] of which they are chosen, or None where a kernel chooses."""
+        """Returns `chosen` of logits [T, V] of tokens ids [T] behind `before` others."""
         T, V = logits.shape
         self.length = before + 1 + torch.arange(T, device=ids.device)[:, None]
         if self.seen_before is not None:
             found = torch.zeros(T, V + 1, dtype=torch.int32, device=ids.device)
             found.scatter_(1, ids.clamp(max=V)[:, None], 1)
             self.seen = self.seen_before | (found.cumsum(0) > 0)
-        q = None
-        if self.choice.draws:
-            q = torch.empty(T, V, dtype=torch.float32, device=ids.device).exponential_()
-        if self.known is not None:
-            ends, options = self.known
-            found = CHOOSE((logits, q, self.seen, ends, self.length[0, 0]), options)
-            if found is not None:
-                tokens, right = found
-                if q is not None:
-                    torch._assert_async(right.all())
-                return tokens, None
-        scores = logits.float()
-        for step in self.steps:
-            scores = step(scores, ids[:, None], self)
-        if q is None:
-            return scores.argmax(-1), scores
-        p = scores.softmax(-1)
-        first = p[:, :1]
-        torch._assert_async((first == first).all())
-        return (p / q).argmax(-1), scores
+        return self.chosen(logits, ids[:, None], self.length[0, 0])
 
     def keep(self, right: Optional[torch.Tensor]) -> None:
         """right []: the tokens of the round that count; None: its only one."""
