@@ -11,9 +11,7 @@ import re
 from textwrap import indent
 from typing import Callable, Dict, List
 
-import torch
 from refactor_cases import Unit, rename_members
-from torch import nn
 
 REFACTORS: Dict[str, Callable] = {}  # by name; `kinds` of each: what it is for, None for all
 WITH_CACHE = ("attention", "layer", "gdn", "kda")
@@ -585,39 +583,6 @@ def gate_of_raw_values(unit):
             module._modules[name] = module.forget_gate._modules.pop(name)
 
     unit.moves.append(move)
-
-
-def fused(unit, names: List[str], new: str) -> None:
-    """Projections become one."""
-
-    def move(module, space):
-        weights = torch.cat([module._modules.pop(name).weight for name in names])
-        part = nn.Linear(*weights.shape[::-1], bias=False)
-        part.weight = nn.Parameter(weights)
-        setattr(module, new, part)
-
-    unit.moves.append(move)
-
-
-QKV = "[self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)]"
-
-
-@refactor(kinds=KDA)
-def qk_fused(unit):
-    fused(unit, ["q_proj", "k_proj"], "qk_proj")
-    replaced(unit.forward, QKV, "[self.qk_proj(hidden_states), self.v_proj(hidden_states)]")
-
-
-@refactor(kinds=KDA)
-def output_gate_and_strength_fused(unit):
-    """One projection for beta and what comes first of the output's gate."""
-    name = "g_a_proj" if "g_a_proj" in unit.subject.module._modules else "g_proj"
-    rows = "self.head_dim" if name == "g_a_proj" else "self.qkv_dim"
-    fused(unit, [name, "b_proj"], "gb_proj")
-    replaced(unit.forward, f"self.{name}(hidden_states)", f"both[..., :{rows}]")
-    replaced(unit.forward, "self.b_proj(hidden_states)", f"both[..., {rows}:]")
-    at = next(i for i, s in enumerate(unit.forward.body) if "both[" in ast.unparse(s))
-    unit.forward.body[at:at] = statements("both = self.gb_proj(hidden_states)")
 
 
 def apply(name: str, unit: Unit) -> Unit:

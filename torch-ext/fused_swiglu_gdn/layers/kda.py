@@ -23,21 +23,13 @@ from .pinned import Pinned
 from .plain import PLAIN_TENSORS, is_plain
 from .projections import joined, projections
 
-
-class Step(NamedTuple):
-    """The projection at a path below the layer, or some channels of its output."""
-
-    path: str
-    channels: Optional[Tuple[int, int]] = None
-
-
-Chain = Tuple[Step, ...]  # one projection after another, of the hidden states
+Chain = Tuple[str, ...]  # paths of one projection after another, of the hidden states
 
 
 class Roles(NamedTuple):
     """The paths of a layer's parts and attributes, "forget_gate.A_log"."""
 
-    mixed: Tuple[Chain, ...]  # q, k and v side by side
+    mixed: Tuple[str, str, str]  # the projections of q, k and v
     f: Chain  # the raw gate of each channel, [B, T, H K]
     z: Chain  # the gate of the output
     b: Chain  # the raw write strength, [B, T, H]
@@ -181,27 +173,18 @@ def _projected(layer: nn.Module, roles: Roles, x: torch.Tensor) -> tuple:
     Those that are called are called in the order of the classes, for a module may draw random
     numbers (dropout of adapters).
     """
-    first = [roles.f[0].path, *[step.path for step in roles.z[:-1]], roles.b[0].path]
-    parts = {path: at(path)(layer) for path in first}
-    found = projections(x, *parts.values(), together=True)
-    outputs = {} if found is None else dict(zip(parts, found))
+    first = (roles.f[0], *roles.z[:-1], roles.b[0])
+    found = projections(x, *[at(path)(layer) for path in first], together=True)
+    outputs = {} if found is None else dict(zip(first, found))
 
     def output(chain: Chain) -> torch.Tensor:
-        y = x
-        for i, (path, channels) in enumerate(chain):
-            if i > 0:
-                y = at(path)(layer)(y)
-            else:
-                if path not in outputs:
-                    outputs[path] = (parts.get(path) or at(path)(layer))(x)
-                y = outputs[path]
-            y = y if channels is None else y[..., channels[0] : channels[1]]
+        path, *others = chain
+        y = outputs[path] if path in outputs else at(path)(layer)(x)
+        for path in others:
+            y = at(path)(layer)(y)
         return y
 
-    if all([len(chain) == 1 and chain[0].channels is None for chain in roles.mixed]):
-        qkv = joined(x, *[at(chain[0].path)(layer) for chain in roles.mixed])
-    else:
-        qkv = torch.cat([output(chain) for chain in roles.mixed], -1)
+    qkv = joined(x, *[at(path)(layer) for path in roles.mixed])
     f, b = output(roles.f), output(roles.b)
     return qkv, f, output(roles.z), b
 

@@ -1,7 +1,7 @@
 """A Kimi Delta Attention layer of transformers and ours on the same small numbers.
 
-The role of each part follows from a run of the class's forward: where the columns of what the
-convolution, the gated norm and the parts get come from.
+The role of each part follows from a run of the class's forward: whose output the convolution, the
+gated norm and the other parts get.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from .code import Refused
 from .delta_trial import EPS, VALUES, Copies, DeltaTrial, Found, Packing, ReadsNoValues
 from .facts import Facts
 from .handed import put
-from .kda_flows import Flows, rescaled
+from .kda_flows import Flows
 from .stand_ins import Part, quiet, random, twin_of
 
 # gates on both sides of what they bend at, and one whose exponential fp32 has not
@@ -152,23 +152,12 @@ class _Trial(DeltaTrial):
         self.sizes = self.scales[0]
 
     def with_ranks(self, sizes: Dict[int, int]) -> Dict[int, int]:
-        """Small sizes, also of several of them side by side, and of other widths."""
+        """Small sizes, also of other widths."""
         found = dict(sizes)
         free = (n for n in itertools.count(5) if n not in found.values())
         for width in [out for _, out in self.layout.linears.values() if sizes]:
-            if width not in found:
-                terms = self.terms_of(width)
-                small = sum(count * sizes[size] for size, count in terms)
-                found[width] = small if terms and small not in found.values() else next(free)
+            found[width] = found[width] if width in found else next(free)
         return found
-
-    def terms_of(self, width: int) -> List[Tuple[int, int]]:
-        """A width as so many times the channels of k, a head dim and the heads."""
-        P, K, H = self.layout.channels, self.layout.head_dim, self.layout.heads
-        for a, c, b in itertools.product(range(width // P, -1, -1), range(3), range(3)):
-            if a * P + c * K + b * H == width:
-                return [(P, a), (K, c), (H, b)]
-        return []
 
     def small(self, size: int) -> int:
         return self.sizes.get(size, size)
@@ -282,12 +271,15 @@ class _Trial(DeltaTrial):
         flows = Flows(x, self.log, self.norms, self.copies.log, self.layout.linears)
         if flows.mixed_channels != self.small(3 * self.layout.channels):
             raise Refused("its convolution is not that of q, k and v")
+        if any(len(chain) > 1 for chain in flows.mixed):
+            raise Refused("its q, k and v are not those of one projection each")
+        mixed = tuple([chain[0] for chain in flows.mixed])
         H, P = self.small(self.layout.heads), self.small(self.layout.channels)
         for b, f in flows.placed(H, P):
             for A_log, dt_bias in self.vectors():
                 for bound, activation in itertools.product(self.bounds(), self.activations()):
                     yield Roles(
-                        flows.mixed, f, flows.z, b, self.layout.conv, self.layout.norm, flows.out,
+                        mixed, f, flows.z, b, self.layout.conv, self.layout.norm, flows.out,
                         A_log, dt_bias, self.index, activation, bound,
                     )  # fmt: skip
 
@@ -316,9 +308,7 @@ class _Trial(DeltaTrial):
         if any(len(answers) < 2 for answers in self.mode.answers.values()):
             raise Refused("its forward compares with a number that no gate is near")
         self.sizes, self.bound = self.scales[1], BOUNDS[1]
-        real = {small: size for size, small in self.scales[0].items()}
-        other = rescaled(roles, lambda size: self.small(real.get(size, size)))
-        return self.agree(other, (torch.float32, True, 1), {}, whole=True)
+        return self.agree(roles, (torch.float32, True, 1), {}, whole=True)
 
 
 def index_of(layout: Layout, inner: Tuple[Inner, ...]) -> str:
@@ -333,6 +323,4 @@ def found_by(layout: Layout, inner: Tuple[Inner, ...], index: str) -> Found:
         trial = _Trial(layout, inner)
         trial.index = index
         trial.find_roles()
-        roles = trial.same_as(trial.candidates())
-        real = {small: size for size, small in trial.scales[0].items()}
-        return trial.found(rescaled(roles, lambda size: real.get(size, size)))
+        return trial.found(trial.same_as(trial.candidates()))
