@@ -7,12 +7,11 @@ import torch
 from torch import nn
 
 from ..layers.forward import ALONE, Word
-from ..layers.positions import POSITION_SCALE, scale_by_position
-from .attention_plans import planned
+from .attention_plans import Plan
 from .code import Refused
 from .handed import Cache, Interface
 from .opaque import Opaque, Read, name_of
-from .stand_ins import F64, SIZES, Part, Raises, same
+from .stand_ins import F64, SIZES, Part, Raises
 from .trial import Trial, alike
 
 
@@ -44,7 +43,6 @@ CASES = (  # with and without a cache, a mask and training
     Case(2, 3, dtype=torch.float32, words=0, by_position=True),
     Case(1, 1, training=True, values="mixed"),
 )
-POSITIONS = frozenset(POSITION_SCALE)
 WITHOUT, PARTIAL = Case(2, 3, None), Case(2, 3, 0.5, masked=True)
 
 
@@ -91,15 +89,12 @@ class Learning(Trial):
         else:
             super().learn(what)
 
-    def first(self) -> Tuple[Run, Run]:
-        """The first runs, with tables for each row or for all rows, from which the plan is found
-        and the role of each argument."""
+    def first(self) -> NamedTuple:
+        """The form that agrees with a first run, with tables for each row or for all rows."""
         reason = None
         for self.dims in (3, 2):
             try:
-                runs = self.with_tables()
-                self.see(runs[0])
-                return runs
+                return self.fitting(*self.with_tables())
             except Refused as why:
                 reason = reason or why
                 if self.tables is None:
@@ -120,7 +115,16 @@ class Learning(Trial):
                     raise
         raise error
 
-    def see(self, run: Run) -> None:
+    def forms(self, run: Run) -> Iterator[NamedTuple]:
+        """The possible forms, by what the parts were given and gave in a run."""
+        raise NotImplementedError
+
+    def agrees(self, form: NamedTuple, case: Case, run: Optional[Run] = None) -> bool:
+        """Ours with this form does what a run of a case has done."""
+        raise NotImplementedError
+
+    def fitting(self, run: Run, training: Run) -> NamedTuple:
+        """Finds what every argument of an inner call is, and the first form that agrees."""
         if self.hidden is None:
             raise Refused("none of its arguments reaches its projections")
         self.takes = self.store is not None and run.given[self.store].taken
@@ -130,7 +134,12 @@ class Learning(Trial):
             self.mask = word.what if word is not None and word.how == "argument" else None
             if self.mask is None:
                 raise Refused("it changes the attention mask")
-        self.plan, self.sizes = self.planned(run)
+        self.calls, self.training_words = self.calls_of(run), self.calls_of(training)[1]
+        self.handed = self.those_handed()
+        found = next((form for form in self.forms(run) if self.agrees(form, FIRST, run)), None)
+        if found is None:
+            raise Refused("its values or output, or its queries and keys are another formula")
+        return found
 
     def widths(self) -> Iterator[int]:
         """Candidates for the head dim."""
@@ -160,15 +169,14 @@ class Learning(Trial):
         met = [word.what for word in everything if word is not None and word.how == "attribute"]
         return self.handed.intersection(met)
 
-    def fields(self) -> tuple:
+    def fields(self, plan: Plan, positions: Optional[str]) -> tuple:
         """The fields of an AttentionForm that follow its guards."""
         implementation, words, index, updates, updates_with, stored = self.calls
         identities = [n for n, part in self.parts.items() if isinstance(part, nn.Module)]
         return (
             self.arguments(), self.tables, self.cache,
-            self.mask, self.scaling(), self.store, stored, self.takes, index, updates, updates_with,
-            self.plan.projections, self.sizes,
-            self.plan.q_norm, self.plan.k_norm, self.plan.v_norm, self.plan.out, self.plan.heads,
+            self.mask, positions, self.store, stored, self.takes, index, updates, updates_with,
+            plan.projections, self.sizes, *plan[1:],
             self.D, self.dims, (self.R or self.D,), False, tuple(identities), implementation, words,
             self.training_words,
             self.rests, self.eager,
@@ -232,22 +240,3 @@ class Learning(Trial):
                 if value is own:
                     return Word(name, "parameter", parameter)
         raise Refused(f"it hands on {name or 'a value'}, and nobody knows where it comes from")
-
-    def planned(self, run: Run) -> tuple:
-        """The plan that agrees with a run, and the widths of queries, keys and values."""
-        return planned(self, run)
-
-    def scales(self, run: Run, queries: torch.Tensor, q: torch.Tensor) -> bool:
-        """True if q are the queries [B, H, T, D], or these times their factor by position."""
-        if same(q, queries) and not self.scaled:
-            return True
-        known = getattr(self.module.config, "rope_parameters", None)
-        if self.positions is None or type(known) is not dict or not POSITIONS <= known.keys():
-            return False
-        self.scaled = True
-        scale = scale_by_position(run.given[self.positions], known).to(q.dtype)
-        return torch.allclose(q, queries * scale.transpose(1, 2), rtol=1e-6, atol=1e-6)
-
-    def scaling(self) -> Optional[str]:
-        """The argument by which queries are scaled."""
-        return self.positions if self.scaled else None

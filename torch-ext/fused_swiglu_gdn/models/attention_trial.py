@@ -8,7 +8,7 @@ compared with each of our forms. The check gives the plan of our forward.
 import contextlib
 import functools
 import itertools
-from typing import Dict, Iterator, List
+from typing import Callable, Dict, Iterator, List, Optional
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from ..layers.own_code import codes_in
 from ..layers.pinned import GIVEN, found_at
 from ..layers.plain import told
 from .attention_learning import CASES, FIRST, PARTIAL, WITHOUT, Case, Learning, Run
+from .attention_plans import plans_of, sizes_in
 from .code import Refused
 from .facts import Facts, read
 from .handed import Cache, Interface, Store, asked_by_this_thread, put, readable
@@ -154,9 +155,35 @@ def _find(kind_of_trial, module, kind, facts, values, norms) -> tuple:
     return reasons[0]
 
 
+class _Ours(Attention):
+    """Ours on stubs, whose norms are no modules, and by the definition of its operation."""
+
+    gated = staticmethod(sigmoid_gate_fwd)
+
+    @staticmethod
+    def quantised(*given) -> None:
+        return None
+
+    @staticmethod
+    def projected(x: torch.Tensor, *parts: Part, unpatched: bool) -> list:
+        return [part(x) for part in parts]
+
+    @staticmethod
+    def normed_and_turned(q, k, cos, sin, interleaved, q_weight=None, k_weight=None, norm="head"):
+        if q_weight is not None:
+            q_weight, k_weight = q_weight.to(q.dtype), k_weight.to(q.dtype)
+        options = 1e-6, 0.0, norm == "all", interleaved
+        return qk_norm_rope_fwd(q, k, cos, sin, q_weight, k_weight, *[None] * 4, *options)
+
+    def norms(self, parts: dict, x: torch.Tensor) -> dict:
+        q, k = parts[self.form.q_norm], parts[self.form.k_norm]
+        return {"q_weight": q.weight, "k_weight": k.weight, "norm": self.form.heads.norm}
+
+
 class AttentionTrial(Learning):
     complex = False  # the tables are one complex tensor
     trains = True  # a call in training is tried, too
+    ours: Callable = _Ours
 
     def __init__(self, module, kind, facts, norms, handed: frozenset):
         super().__init__(module, kind, facts)
@@ -180,7 +207,6 @@ class AttentionTrial(Learning):
         own = [(n, p) for n, p in module._parameters.items() if p is not None]
         self.own = [(n, random(*told(p, "shape"), seed=77)) for n, p in own]
         self.tables = self.cache = self.mask = self.positions = self.store = None  # arguments
-        self.scaled = False  # queries are, by their positions
         self.takes = False  # keys and values from the store
         self.width = next((features(m)[0] for m in module._modules.values() if features(m)), 0)
         self.dims, self.D, self.R = 3, 1, 0
@@ -247,17 +273,20 @@ class AttentionTrial(Learning):
     def form(self, values: dict) -> AttentionForm:
         """The form with which ours does what the class's forward does; values: of what that
         reads."""
-        first, training = self.first()
-        if self.cache is None and self.tables is None and self.plan.q_norm is None:
+        form = self.first()
+        if self.cache is None and self.tables is None and form.q_norm is None:
             raise Refused("it has no norm, no rotary embedding and no cache")
-        self.calls, self.training_words = self.calls_of(first), self.calls_of(training)[1]
-        self.handed = self.those_handed()
-        form = AttentionForm(self.kind, FREE, (), *self.fields())
-        self.check_all(_Ours(form))
-        optional = self.agrees(_Ours(form._replace(optional=True)), WITHOUT)
-        if not self.R and self.agrees(_Ours(form._replace(widths=())), PARTIAL):
+        self.check_all(form)
+        optional = self.agrees(form._replace(optional=True), WITHOUT)
+        if not self.R and self.agrees(form._replace(widths=()), PARTIAL):
             form = form._replace(widths=())
         return self.guarded(form._replace(optional=optional), values)
+
+    def forms(self, run: Run) -> Iterator[AttentionForm]:
+        self.sizes = sizes_in(run)
+        for plan in plans_of(self, run):
+            for positions in dict.fromkeys((None, self.positions)):
+                yield AttentionForm(self.kind, FREE, (), *self.fields(plan, positions))
 
     def guarded(self, form, values: dict):
         """The form, with all that each call has to compare."""
@@ -266,8 +295,9 @@ class AttentionTrial(Learning):
         guards.update({} if self.trains else {"training": False})
         return form._replace(pinned=self.facts.pinned, guards=tuple(guards.items()))
 
-    def check_all(self, ours) -> None:
-        """Checks ours in all cases; raises Refused if it differs in one."""
+    def check_all(self, form) -> None:
+        """Checks ours with this form in all cases; raises Refused if it differs in one."""
+        ours = self.ours(form)
         for case in self.cases():
             self.check(ours, self.called(case))
         for absent in toggles(self.others()):
@@ -289,9 +319,9 @@ class AttentionTrial(Learning):
         known = {word.what for word in (implementation, index) if word is not None}
         return sorted(self.handed - known)
 
-    def agrees(self, ours, case: Case) -> bool:
+    def agrees(self, form, case: Case, run: Optional[Run] = None) -> bool:
         try:
-            self.check(ours, self.called(case))
+            self.check(self.ours(form), run or self.called(case))
         except (Refused, AttributeError, RuntimeError, TypeError):  # what it reads does not fit
             return False
         return True
@@ -309,34 +339,10 @@ class AttentionTrial(Learning):
             raise Refused("its forward depends on the call")
 
 
-class _Ours(Attention):
-    """Ours on stubs, whose norms are no modules, and by the definition of its operation."""
-
-    gated = staticmethod(sigmoid_gate_fwd)
-
-    @staticmethod
-    def quantised(*given) -> None:
-        return None
-
-    @staticmethod
-    def projected(x: torch.Tensor, *parts: Part, unpatched: bool) -> list:
-        return [part(x) for part in parts]
-
-    @staticmethod
-    def normed_and_turned(q, k, cos, sin, interleaved, q_weight=None, k_weight=None, norm="head"):
-        if q_weight is not None:
-            q_weight, k_weight = q_weight.to(q.dtype), k_weight.to(q.dtype)
-        options = 1e-6, 0.0, norm == "all", interleaved
-        return qk_norm_rope_fwd(q, k, cos, sin, q_weight, k_weight, *[None] * 4, *options)
-
-    def norms(self, parts: dict, x: torch.Tensor) -> dict:
-        q, k = parts[self.form.q_norm], parts[self.form.k_norm]
-        return {"q_weight": q.weight, "k_weight": k.weight, "norm": self.form.heads.norm}
-
-
 def _done(run: Run, projections: frozenset) -> tuple:
     """All that a forward has done in a run that others see."""
     ((module, *heads, mask, keywords, _),) = run.interface.calls
     updates = {n: v.calls for n, v in run.given.items() if type(v) in (Cache, Store)}
-    products = {e[0]: e[1].flatten(0, -2) for e in run.log if e and e[0] in projections}
+    calls = filter(None, run.log)
+    products = {name: x.flatten(0, -2) for name, x, _ in calls if name in projections}
     return run.interface.asked, module, heads, mask, keywords, updates, products, run.result

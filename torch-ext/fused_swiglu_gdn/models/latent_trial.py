@@ -14,7 +14,7 @@ from ..attention.checks import ROTARY
 from ..attention.reference import latent_norm_rope
 from ..layers.latent_attention import Call, LatentAttention, LatentForm, tables_of
 from ..layers.plain import told
-from .attention_learning import FIRST, Case, Run
+from .attention_learning import Case, Run
 from .attention_trial import AttentionTrial, asks_for_attention, form_by
 from .code import Refused
 from .facts import read
@@ -62,6 +62,29 @@ def _norm_widths(module: nn.Module) -> Iterator[int]:
             yield shape[0]
 
 
+class _Ours(LatentAttention):
+    """Ours on stubs, by the definition of its operation: nothing is asked but the form."""
+
+    @staticmethod
+    def normed_and_turned(q, kv, weight, cos, sin, eps: float, rotary: str) -> tuple:
+        return latent_norm_rope(q, kv, weight, cos, sin, None, None, None, eps, rotary)
+
+    def served(self, *call) -> Optional[tuple]:
+        with KeepsFp64():
+            return super().served(*call)
+
+    def call(self, attention, x: torch.Tensor, given: dict, rest: dict) -> Optional[Call]:
+        form, own_tables, past = self.form, given.get(self.form.tables), given.get(self.form.cache)
+        tables = tables_of(form, own_tables, x, form.sizes[1])
+        if tables is None:
+            return None
+        norm = attention.__dict__["_modules"][form.kv_norm].weight.to(x.dtype), 1e-6
+        index = None if past is None else self.index.of(attention, given)
+        words = self.words.made(attention, given, rest, own_tables)
+        known = self.interface.of(attention, given), words, rest if form.rests else {}
+        return Call(*known, tables, norm, past, index, slots=None, weight=None)
+
+
 class LatentTrial(AttentionTrial):
     """A trial of a class with latents in its cache. `R`: the width of the rotary tables."""
 
@@ -70,6 +93,7 @@ class LatentTrial(AttentionTrial):
         "tables": lambda how, optional: how in ("__iter__", "__getitem__", "to"),
     }
     trains = False  # calls in training are the class's own
+    ours = _Ours
 
     def learn(self, what) -> None:
         if what.how == "to" and self.tables is None:
@@ -84,14 +108,12 @@ class LatentTrial(AttentionTrial):
         dtype = F64 if case.dtype is F64 else torch.float32
         return [torch.complex(*[random(*size, seed=seed, dtype=dtype) for seed in (21, 22)])]
 
-    def first(self) -> Tuple[Run, Run]:
+    def first(self) -> LatentForm:
         reason = None
         for width in self.widths():
             self.R = width
             try:
-                runs = self.learned(self.first_runs)
-                self.see(runs[0])
-                return runs
+                return self.fitting(*self.learned(self.first_runs))
             except Refused as why:
                 reason = reason or why
         raise reason or Refused("none of its projections makes latents")
@@ -105,25 +127,22 @@ class LatentTrial(AttentionTrial):
         yield from dict.fromkeys(out - C for out in outs for C in norms if out > C)
 
     def form(self, values: dict) -> LatentForm:
-        first, _ = self.first()
-        if self.cache is None:
-            raise Refused("it has no cache")
+        form = self.first()
+        self.check_all(form)
+        return self.guarded(form, values)
+
+    def forms(self, run: Run) -> Iterator[LatentForm]:
         if self.store is not None:
             raise Refused("it stores keys and values for other layers")
-        self.calls, self.training_words = self.calls_of(first), ()
-        self.handed = self.those_handed()
         implementation, words, index, updates, updates_with, _ = self.calls
+        parts, sizes = self.planned(run)
         scaled = dict.fromkeys((None, self.positions))
         for rotary, positions in itertools.product((None, *ROTARY), scaled):
-            form = LatentForm(
+            yield LatentForm(
                 self.kind, FREE, (), self.arguments(), self.tables, self.cache, self.mask,
-                positions, index, updates, updates_with, *self.plan, rotary, self.sizes,
+                positions, index, updates, updates_with, *parts, rotary, sizes,
                 implementation, words, self.rests, self.eager,
             )  # fmt: skip
-            if self.agrees(_Ours(form), FIRST):
-                self.check_all(_Ours(form))
-                return self.guarded(form, values)
-        raise Refused("its queries, keys, values or output are another formula")
 
     def planned(self, run: Run) -> Tuple[Parts, tuple]:
         """The parts by what they are given and give, in a run with a cache; C, R, N and V."""
@@ -132,7 +151,7 @@ class LatentTrial(AttentionTrial):
             raise Refused("it gives its attention function other things than heads")
         cache = run.given.get(self.cache)
         if type(cache) is not Cache or len(cache.calls) != 1:
-            raise Refused("it updates the cache in another way")
+            raise Refused("it has no cache, or updates it in another way")
         c, r = cache.calls[0][:2]
         if not c.ndim == r.ndim == 4 or not c.shape[1] == r.shape[1] == 1:
             raise Refused("it keeps something else than latents in the cache")
@@ -170,26 +189,3 @@ class LatentTrial(AttentionTrial):
             raise Refused("its parts are called in another order, or other ones")
         R = r.shape[3]
         return found, (C, R, D - R, v.shape[3])
-
-
-class _Ours(LatentAttention):
-    """Ours on stubs, by the definition of its operation: nothing is asked but the form."""
-
-    @staticmethod
-    def normed_and_turned(q, kv, weight, cos, sin, eps: float, rotary: str) -> tuple:
-        return latent_norm_rope(q, kv, weight, cos, sin, None, None, None, eps, rotary)
-
-    def served(self, *call) -> Optional[tuple]:
-        with KeepsFp64():
-            return super().served(*call)
-
-    def call(self, attention, x: torch.Tensor, given: dict, rest: dict) -> Optional[Call]:
-        form, own_tables, past = self.form, given.get(self.form.tables), given.get(self.form.cache)
-        tables = tables_of(form, own_tables, x, form.sizes[1])
-        if tables is None:
-            return None
-        norm = attention.__dict__["_modules"][form.kv_norm].weight.to(x.dtype), 1e-6
-        index = None if past is None else self.index.of(attention, given)
-        words = self.words.made(attention, given, rest, own_tables)
-        known = self.interface.of(attention, given), words, rest if form.rests else {}
-        return Call(*known, tables, norm, past, index, slots=None, weight=None)
