@@ -344,7 +344,7 @@ def test_functions_of_a_kimi_delta_attention_layer(hopper):
     x = torch.randn(1, 5, model.config.hidden_size, dtype=torch.bfloat16)
     with torch.no_grad():
         layer(x, cache, None)
-        assert 100 < functions(lambda: layer(x[:, :1], cache, None)) <= 163
+        assert 100 < functions(lambda: layer(x[:, :1], cache, None)) <= 164
 
 
 @pytest.mark.parametrize("name, most", [("tiny_qwen3", 130), ("tiny_qwen3_5", 137)])

@@ -6,7 +6,6 @@ of the model's call; those of packed sequences are used, the rest is ignored.
 """
 
 from types import MethodType, SimpleNamespace
-from typing import Dict
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +16,8 @@ from ..gdn_layer import api as gdn_layer
 from ..kda import api as kda
 from ..runtime.activations import OF_CONVOLUTION, OF_GATED_NORM
 from ..runtime.checks import FLOATING
+from .own_classes import Answers
 from .own_code import peeled
-from .pinned import Pinned
-from .pins import own_code
 from .plain import PLAIN_TENSORS, torch_unpatched, why_hooked
 
 
@@ -217,10 +215,6 @@ class FusedRMSNormGated(nn.Module):
         return normed_and_gated(self, hidden_states, gate)
 
 
-_norms: Dict[type, Pinned] = {}
-_others: Dict[type, object] = {}  # classes that are not, with their forwards
-
-
 def is_gated_norm(norm: nn.Module) -> bool:
     """True if calling the norm computes weight * x / rms(x) * act(gate) and nothing else.
 
@@ -228,15 +222,8 @@ def is_gated_norm(norm: nn.Module) -> bool:
     formula; there are no hooks, and no forward on the instance but its class's or ours.
     """
     kind = type(norm)
-    if not issubclass(kind, nn.Module):
+    if not issubclass(kind, nn.Module) or not NORMS.of(kind):
         return False
-    known = _norms.get(kind)
-    if torch.compiler.is_compiling():  # what is known is a constant; files cannot be read
-        if known is None:
-            return False
-    elif known is None or not known.unchanged():
-        if _others.get(kind) is kind.forward or not _recognised(kind):
-            return False
     bound = norm.__dict__.get("forward")
     if bound is not None:
         function = bound.__func__ if isinstance(bound, MethodType) else None
@@ -250,30 +237,21 @@ def is_gated_norm(norm: nn.Module) -> bool:
     return type(eps) is float and eps >= 0.0
 
 
-def _recognised(kind: type) -> bool:
-    _norms.pop(kind, None)
-    code = own_code(kind) if kind.__call__ is nn.Module.__call__ else None
-    if code is None or not _is_the_formula(peeled(kind.forward).forward):
-        _others[kind] = kind.forward
+def _is_the_formula(kind: type, _) -> bool:
+    """True if the forward of a class agrees with the formula on small inputs; transformers computes
+    in fp32."""
+    if kind.__call__ is not nn.Module.__call__:
         return False
-    _others.pop(kind, None)
-    _norms[kind] = code.pins
-    return True
-
-
-def _is_the_formula(forward) -> bool:
-    """True if the forward agrees with the formula on small inputs; transformers computes in
-    fp32."""
+    forward = peeled(kind.forward).forward
     values = torch.linspace(-3, 5, 15, device="cpu", dtype=torch.float32)
     x, gate, weight = values.view(3, 5).tensor_split(3)
     for eps in (1e-6, 0.5):
         norm = SimpleNamespace(weight=weight[0], variance_epsilon=eps, activation="silu")
         expected = F.rms_norm(x, (5,), weight[0], eps) * F.silu(gate)
-        try:
-            with torch.no_grad(), torch.autocast("cpu", enabled=False):
-                got = forward(norm, x, gate)
-        except Exception:
-            return False
+        got = forward(norm, x, gate)
         if got.shape != x.shape or not torch.allclose(got, expected, rtol=1e-5, atol=1e-6):
             return False
     return True
+
+
+NORMS = Answers(_is_the_formula)

@@ -10,7 +10,6 @@ from .forward import Arguments, forward_by
 from .pinned import Pinned, holds
 from .plain import PLAIN_TENSORS
 
-OLD_CACHE = "cache_params"  # what transformers called the cache before 5.24
 CACHE_NAMES = ("cache", "cache_params", "past_key_values")  # of a layer's argument
 
 
@@ -52,14 +51,7 @@ def _own_class(kind: type, ours: type) -> Optional[type]:
 def forward_of(form: GdnForm) -> Callable:
     """The forward of a layer of ours for the modules of a class, with their names for what it is
     given and for what it reads: those are properties of the class that is served."""
-    ours, kind, guards, cache, mask = form.ours, form.kind, form.guards, form.cache, form.mask
-    positional, _, required, more, hidden, fixed, own = form.arguments
-    usual = more and (hidden, mask) == ("hidden_states", "attention_mask")
-    usual = usual and positional == (hidden, cache, mask) and not (required or fixed)
-    usual = usual and own.isdisjoint(positional)
-    if usual and not (guards or form.view):
-        if cache in (OLD_CACHE, "cache"):
-            return _usual(ours, kind, "cache" if cache == OLD_CACHE else OLD_CACHE)
+    ours, guards, cache, mask = form.ours, form.guards, form.cache, form.mask
 
     def serve(self, x, given, rest):
         if not isinstance(x, torch.Tensor) or x.ndim != 3:
@@ -75,24 +67,6 @@ def forward_of(form: GdnForm) -> Callable:
 
 def _named(own: str) -> property:
     return property(lambda layer: getattr(layer, own))  # torch.compile traces no attrgetter
-
-
-def _usual(ours: type, kind: type, other: str) -> Callable:
-    """Our forward for the layers of a class; the class's own for calls without hidden states, and
-    those that give the cache twice, or by a name which that takes for nothing or for an old one."""
-
-    def forward(self, *args, **kwargs):
-        x = args[0] if args else kwargs.get("hidden_states")
-        odd = other in kwargs or len(args) > 1 and "cache" in kwargs
-        if odd or not isinstance(x, torch.Tensor) or x.ndim != 3:
-            if kwargs.get("cp_context") is None:
-                return kind.forward(self, *args, **kwargs)
-        found = ours.forward(self, *args, **kwargs)
-        return kind.forward(self, *args, **kwargs) if found is None else found
-
-    forward.__wrapped__ = kind.forward  # whose arguments inspect and torch.fx then find
-    forward.__qualname__ = f"{ours.__name__}.forward"
-    return forward
 
 
 @torch.compiler.assume_constant_result  # at the trace

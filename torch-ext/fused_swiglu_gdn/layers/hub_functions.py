@@ -4,7 +4,7 @@ A class or function of that name which computes something else keeps its own cod
 """
 
 from types import FunctionType
-from typing import Callable, Dict, NamedTuple, Optional, Tuple
+from typing import Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +17,8 @@ from ..experts.ops_topk import FAMILY as EXPERTS
 from ..loss.ops import CROSS_ENTROPY
 from ..loss.ops import FAMILY as LOSS
 from ..runtime import dispatch
+from .own_classes import Answers, Code, code_of_function
 from .own_code import cells_of
-from .pinned import Pinned
-from .pins import own_code, own_function
 from .plain import PLAIN_TENSORS, torch_unpatched
 
 
@@ -111,7 +110,7 @@ def _turned(module, q, k, cos, sin, unsqueeze_dim: int) -> Optional[Tuple]:
         return None
     if cos.ndim != 3 or sin.shape != cos.shape or cos.shape[-1] != q.shape[-1]:
         return None
-    if not _known(type(module), _turns_halves):
+    if not TURNING.of(type(module)):
         return None
     if unsqueeze_dim == 1:
         q, k = q.transpose(1, 2), k.transpose(1, 2)
@@ -126,7 +125,7 @@ def _routed(router: nn.Module, x: torch.Tensor) -> Optional[tuple]:
     weight, top_k = router._parameters.get("weight"), router.__dict__.get("top_k")
     if type(weight) not in PLAIN_TENSORS or weight.dtype is not x.dtype or type(top_k) is not int:
         return None
-    if torch.is_autocast_enabled(x.device.type) or not _known(type(router), _is_softmax_top_k):
+    if torch.is_autocast_enabled(x.device.type) or not CHOOSING.of(type(router)):
         return None
     return _by_fused_topk(x, weight, top_k)
 
@@ -139,26 +138,9 @@ def _by_fused_topk(x, weight, top_k: int) -> tuple:
 # -- which classes and functions compute these formulas
 
 
-class _Form(NamedTuple):
-    pinned: Pinned
-    agrees: bool
-
-
-_forms: Dict[type, _Form] = {}
-
-
-def _known(kind: type, agrees: Callable[[type], bool]) -> bool:
-    """True if a class of transformers, or the function in one that `kernels` has made for it, has
-    its own code and computes the formula."""
-    form = _forms.get(kind)
-    if form is None or not form.pinned.unchanged():
-        function = _function_of(kind)
-        code = own_code(kind) if function is None else own_function(function)
-        if code is None:
-            return False
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            form = _forms[kind] = _Form(code.pins, agrees(kind))
-    return form.agrees
+def _code_of(kind: type) -> Code:
+    function = _function_of(kind)
+    return Code(kind) if function is None else code_of_function(function)
 
 
 def _function_of(kind: type) -> Optional[FunctionType]:
@@ -166,7 +148,7 @@ def _function_of(kind: type) -> Optional[FunctionType]:
     return cells_of(kind.forward).get("func") if kind.__module__ == "kernels.layer.layer" else None
 
 
-def _turns_halves(kind: type) -> bool:
+def _turns_halves(kind: type, _) -> bool:
     function = _function_of(kind)
     if function is None:
         return False
@@ -183,7 +165,7 @@ def _turns_halves(kind: type) -> bool:
     return True
 
 
-def _is_softmax_top_k(kind: type) -> bool:
+def _is_softmax_top_k(kind: type, _) -> bool:
     random = torch.Generator().manual_seed(1)
     for rows, E, H, K in ((7, 6, 8, 2), (3, 9, 5, 4), (1, 4, 4, 1)):
         router = kind.__new__(kind)
@@ -194,12 +176,12 @@ def _is_softmax_top_k(kind: type) -> bool:
         for dtype in (torch.float32, torch.bfloat16):
             x = torch.randn(rows, H, generator=random).to(dtype)
             router.weight.data = weight.to(dtype)
-            try:
-                found = kind.forward(router, x)
-            except AttributeError:  # it has further attributes
-                return False
+            found = kind.forward(router, x)  # which raises where it has further attributes
             expected = _by_fused_topk(x, router.weight, K)
             for a, b in zip(found, expected):
                 if a.dtype is not b.dtype or not torch.allclose(a, b, rtol=1e-2, atol=1e-6):
                     return False
     return True
+
+
+TURNING, CHOOSING = Answers(_turns_halves, _code_of), Answers(_is_softmax_top_k, _code_of)

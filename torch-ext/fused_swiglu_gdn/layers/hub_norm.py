@@ -1,15 +1,15 @@
 """The norms that classes of transformers ask `kernels` for by name."""
 
 import itertools
-from typing import Dict, Optional
+from typing import Optional
 
 import torch
 from torch import nn
 
 from ..norm.api import rms_norm
 from .norm import NormForm, parameters_of_norm, serves
+from .own_classes import Answers, Code
 from .own_code import peeled
-from .pins import own_code
 
 
 class RMSNorm(nn.Module):
@@ -43,15 +43,12 @@ class RMSNormZeroCentered(nn.Module):
         return normed(self, x)
 
 
-_forms: Dict[type, Optional[NormForm]] = {}  # of classes that were compared; None: another formula
-
-
 def normed(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """The output of a norm of transformers, by rms_norm or by its class's own forward."""
     kind = type(norm)
     if not serves(x):
         return kind.forward(norm, x)
-    form = form_of(kind)
+    form = FORMS.of(kind)
     found = None if form is None else parameters_of_norm(norm, x, form=form)
     if found is None:
         return kind.forward(norm, x)
@@ -59,25 +56,16 @@ def normed(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return rms_norm(x, weight, eps, casting_mode=mode, offset=offset)
 
 
-def form_of(kind: type) -> Optional[NormForm]:
-    """The form of a class of transformers with its own code, found by small inputs, or None."""
-    form = _forms.get(kind)
-    if kind not in _forms or form is not None and not form.pinned.unchanged():
-        form = _forms[kind] = _recognised(kind)
-    return form
-
-
-def _recognised(kind: type) -> Optional[NormForm]:
-    code = own_code(kind) if kind.__call__ is nn.Module.__call__ else None
-    if code is None:
+def _form_of(kind: type, code: Code) -> Optional[NormForm]:
+    """The form of a class of transformers, found by small inputs, or None for another formula."""
+    if kind.__call__ is not nn.Module.__call__:
         return None
     roundings = (("llama", 0.0), ("gemma", 0.0), ("gemma", 1.0))
     for name, (mode, offset) in itertools.product(("variance_epsilon", "eps"), roundings):
         form = NormForm(kind, code.pins, (), "", "weight", name, mode, offset)
         try:
-            with torch.no_grad(), torch.autocast("cpu", enabled=False):
-                if _agrees(peeled(kind.forward).forward, form):
-                    return form
+            if _agrees(peeled(kind.forward).forward, form):
+                return form
         except Exception:  # whatever a class raises for such a module
             continue
     return None
@@ -102,3 +90,6 @@ def _agrees(forward, form: NormForm) -> bool:
         if got.dtype is not expected.dtype or not torch.equal(got, expected):
             return False
     return True
+
+
+FORMS = Answers(_form_of)

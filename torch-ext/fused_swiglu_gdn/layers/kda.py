@@ -173,13 +173,13 @@ def _projected(layer: nn.Module, roles: Roles, x: torch.Tensor) -> tuple:
     Those that are called are called in the order of the classes, for a module may draw random
     numbers (dropout of adapters).
     """
-    first = (roles.f[0], *roles.z[:-1], roles.b[0])
-    found = projections(x, *[at(path)(layer) for path in first], together=True)
-    outputs = {} if found is None else dict(zip(first, found))
+    parts = {path: at(path)(layer) for path in (roles.f[0], *roles.z[:-1], roles.b[0])}
+    found = projections(x, *parts.values(), together=True)
+    outputs = {} if found is None else dict(zip(parts, found))
 
     def output(chain: Chain) -> torch.Tensor:
         path, *others = chain
-        y = outputs[path] if path in outputs else at(path)(layer)(x)
+        y = outputs[path] if path in outputs else (parts.get(path) or at(path)(layer))(x)
         for path in others:
             y = at(path)(layer)(y)
         return y

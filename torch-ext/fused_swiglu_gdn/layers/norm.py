@@ -32,9 +32,10 @@ FORMS: Dict[type, NormForm] = {}  # by the classes of served modules
 
 
 def does_nothing(module: nn.Module) -> bool:
-    """True if the module returns its input."""
+    """True if a call of the module returns its input."""
     kind = type(module)
-    return (kind is nn.Identity or kind is nn.Dropout and not module.p) and is_plain(module)
+    drops = kind is nn.Dropout and module.training and module.p
+    return kind in (nn.Dropout, nn.Identity) and not drops and is_plain(module)
 
 
 def parameters_of_norm(

@@ -34,12 +34,13 @@ def codes_of(module: str) -> frozenset:
     return frozenset() if code is None else frozenset(codes_in(code))
 
 
-def is_in_its_file(function, package: str) -> bool:
-    """A Python function of `package` whose code is that of the file of its module."""
+def is_in_its_file(function, package: str = "") -> bool:
+    """A Python function, of `package` if one is given, whose code is that of the file of its
+    module."""
     if type(function) is not FunctionType:
         return False
     module = function.__globals__.get("__name__", "")
-    if module != package and not module.startswith(package + "."):
+    if package and module != package and not module.startswith(package + "."):
         return False
     known = sys.modules.get(module)
     same = known is not None and known.__dict__ is function.__globals__

@@ -10,12 +10,12 @@ import functools
 import os
 import sys
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Dict, List, Optional, Set
+from typing import List, Optional, Set
 
 import torch
 from torch import nn
 
-from .own_code import codes_in, codes_of
+from .own_code import codes_in, codes_of, is_in_its_file
 from .pinned import Pinned
 
 PACKAGES = ("transformers", "torch", "kernels", "accelerate")
@@ -48,17 +48,6 @@ def is_of(code: CodeType, *packages: str) -> bool:
     """A code object is of a file of one of these packages, as they are installed."""
     known = tuple([getattr(sys.modules.get(name), "__file__", None) for name in packages])
     return code.co_filename.startswith(_roots(packages, known))
-
-
-def in_its_file(function: FunctionType) -> bool:
-    """A function's code is that of the file of its module, as the module's loader reads it."""
-    name = function.__globals__.get("__name__", "")
-    known = sys.modules.get(name)
-    return (
-        known is not None
-        and known.__dict__ is function.__globals__
-        and function.__code__ in codes_of(name)
-    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -165,7 +154,7 @@ class Walk:
         names it, as for a decorator that imports it; what says that it is of a package of OWN, and
         is in no file of it, is not."""
         home, package = (by or {}).get("__name__", ""), (function.__module__ or "").split(".")[0]
-        if not home.startswith("transformers.") or package in OWN or not in_its_file(function):
+        if not home.startswith("transformers.") or package in OWN or not is_in_its_file(function):
             return False
         codes = codes_of(home)
         names = {name for code in codes for name in code.co_names}
@@ -179,7 +168,7 @@ class Walk:
         for word, value in words.items():
             self.pin(words, word, value)
         if is_of(code, *OTHERS):
-            if self.patched is None and not in_its_file(function):
+            if self.patched is None and not is_in_its_file(function):
                 self.patched = name
             return
         if not is_of(code, *OWN):
@@ -190,7 +179,7 @@ class Walk:
             self.foreign = self.foreign or name
             if not self.named:
                 return
-        elif self.patched is None and not in_its_file(function):
+        elif self.patched is None and not is_in_its_file(function):
             self.patched = name
         if name in self.ends:
             return
@@ -247,101 +236,3 @@ def _is_torchs(value: object) -> bool:
     if type(value) is FunctionType:
         return is_of(value.__code__, "torch")
     return isinstance(value, PLAIN) or type(value).__module__.startswith("torch")
-
-
-def wrapped_in(forward: object) -> List[object]:
-    """All functions that a forward consists of: decorators and what they hold, outermost first."""
-    found, left = [], [forward]
-    while left:
-        function = left.pop(0)
-        if isinstance(function, (staticmethod, classmethod)):
-            function = function.__func__
-        if function in found:
-            continue
-        found.append(function)
-        if not isinstance(function, FunctionType):
-            inner = getattr(function, "__wrapped__", None) or getattr(function, "func", None)
-            left += [] if inner is None else [inner]
-            continue
-        # a decorator: __wrapped__ alone could say anything
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
-            try:
-                value = cell.cell_contents
-            except ValueError:
-                continue
-            if isinstance(value, FunctionType) and name != "__class__":
-                left.append(value)
-    return found
-
-
-class Code:
-    """The forward, or another method, of a class that may be tried."""
-
-    def __init__(
-        self,
-        kind: type,
-        method: str = "forward",
-        named: bool = False,
-        ends: frozenset = frozenset(),
-    ):
-        self.walk = walk = Walk(kind, method, named, ends)
-        self.pins: Pinned = walk.pins()
-        space = next((s for s in walk.spaces if method in s), {})
-        chain = [f for f in wrapped_in(space.get(method)) if isinstance(f, FunctionType)]
-        inner = [f for f in chain if f.__code__.co_name == method]
-        self.inner: Optional[FunctionType] = (inner or chain or [None])[-1]
-        self.known: object = None  # what else follows from it: facts.py
-        self.why: Optional[str] = None if named else self.why_not_own(space.get(method))
-
-    def why_not_own(self, forward: object) -> Optional[str]:
-        """Why the method is not transformers' own code, or None."""
-        kind, walk = self.walk.kind, self.walk
-        name = kind.__name__
-        other = (
-            f"{name} is no class of transformers: if you know what it computes, name it, "
-            f"kernelize(model, trust=[{name}])"
-        )
-        if walk.patched is not None:
-            return _patched(walk.patched)
-        if walk.foreign is not None:
-            return _patched(walk.foreign) if _is_home(kind) else other
-        for function in wrapped_in(forward):
-            home = type(function).__module__ if not isinstance(function, FunctionType) else None
-            if home and home.split(".")[0] not in (*PACKAGES, "functools"):
-                return other
-        if self.inner is None or not is_of(self.inner.__code__, "transformers"):
-            return other
-        return None
-
-
-def _patched(what: str) -> str:
-    if what == "forward":
-        return "its forward is patched: it is not transformers' own"
-    return f"its forward calls {what}, which is patched: it is not transformers' or torch's own"
-
-
-def _is_home(kind: type) -> bool:
-    """The class stands in a module of transformers."""
-    home = sys.modules.get(kind.__module__)
-    return kind.__module__.startswith("transformers.") and home is not None
-
-
-_functions: Dict[FunctionType, Code] = {}
-
-
-def own_code(kind: type) -> Optional[Code]:
-    """The code of the forward of a class of transformers, or None if it is other people's, or
-    patched."""
-    code = Code(kind)
-    return code if code.why is None else None
-
-
-def own_function(function: object) -> Optional[Code]:
-    """The code of a function of transformers, with all that it calls by name, or None."""
-    if not isinstance(function, FunctionType):
-        return None
-    known = _functions.get(function)
-    if known is None or not known.pins.unchanged():
-        kind = type("Function", (nn.Module,), {"forward": function})
-        known = _functions[function] = Code(kind)
-    return known if known.why is None else None

@@ -19,8 +19,9 @@ from ..swiglu.api import fused_swiglu, fused_swiglu_mlp, silu_mul
 from ..swiglu.reference import ACTIVATIONS
 from .activations import activation_of
 from .fp8 import mlp as fp8_mlp
+from .norm import does_nothing
 from .pinned import Pinned
-from .plain import PLAIN_TENSORS, parameters_of, same_dtype, torch_unpatched, why_hooked
+from .plain import PLAIN_TENSORS, parameters_of, same_dtype, torch_unpatched
 from .projections import projections as of_linears
 from .tensor_parallel import Shards, mlp_on_shards, shards
 
@@ -55,12 +56,7 @@ def activation(mlp: nn.Module, roles: Roles) -> Optional[str]:
 def drops_out(mlp: nn.Module, roles: Roles) -> bool:
     """True if this call would drop values."""
     for name in roles.dropouts:
-        dropout = mlp.__dict__["_modules"].get(name)
-        if type(dropout) not in DROPOUTS or why_hooked(dropout) is not None:
-            return True
-        if "forward" in dropout.__dict__ or name in mlp.__dict__:
-            return True
-        if dropout.training and getattr(dropout, "p", 0.0):
+        if name in mlp.__dict__ or not does_nothing(mlp.__dict__["_modules"].get(name)):
             return True
     return bool(roles.rates) and mlp.training and any(getattr(mlp, name) for name in roles.rates)
 

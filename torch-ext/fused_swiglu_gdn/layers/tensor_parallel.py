@@ -24,7 +24,7 @@ from ..projection.project import project
 from ..runtime.dtypes import HALF
 from ..swiglu.api import fused_swiglu, fused_swiglu_mlp, silu_mul
 from .own_code import cells_of, is_in_its_file
-from .plain import PLAIN_TENSORS
+from .plain import HOOKS, PLAIN_TENSORS
 
 HOME = "transformers.distributed.tensor_parallel"
 OWN = "original_forward"  # the variable of the forward around that holds the module's own
@@ -77,18 +77,12 @@ class Shards(NamedTuple):
 _found: WeakKeyDictionary = WeakKeyDictionary()
 
 
+NOT_BARE = frozenset(("weight", "bias", "_call_impl", "_hf_hook"))
+
+
 def _is_bare(attributes: dict) -> bool:
     """True if a call of the module is one of its forward, with the parameters that it has."""
-    return not (
-        attributes["_forward_hooks"]
-        or attributes["_forward_pre_hooks"]
-        or attributes["_backward_hooks"]
-        or attributes["_backward_pre_hooks"]
-        or "weight" in attributes
-        or "bias" in attributes
-        or "_call_impl" in attributes
-        or "_hf_hook" in attributes
-    )
+    return not any(map(attributes.get, HOOKS)) and NOT_BARE.isdisjoint(attributes)
 
 
 def shards(gate: object, up: object, down: object) -> Optional[Shards]:

@@ -23,7 +23,7 @@ from ..layers.pins import Walk, is_of, names_in
 from ..layers.plain import named_modules, told, why_not_tensor
 from ..runtime.dtypes import HALF
 from .code import Refused
-from .experts_trial import FLAGS, Form, computes
+from .experts_trial import FLAGS, Form, computes, loop_of
 from .facts import ASK
 from .fp8_experts import (
     form_of_fp8,
@@ -155,13 +155,7 @@ def _find(kind: type) -> Tuple[Union[Form, str], Tuple[Pinned, ...]]:
         from transformers.integrations import moe
     except ImportError:
         raise Refused("transformers has no experts implementations") from None
-    try:
-        names = inspect.getclosurevars(kind.forward).nonlocals
-    except TypeError:
-        names = {}
-    if names.get("experts_interface") is not moe.ALL_EXPERTS_FUNCTIONS:
-        raise Refused("transformers does not choose the implementation of this class")
-    _loops[kind] = names["original_forward"]
+    loop = _loops[kind] = loop_of(kind, moe.ALL_EXPERTS_FUNCTIONS)
     flags = {**FLAGS, **inspect.getclosurevars(kind.__init__).nonlocals}
     named = kind in _named or None
     forward = code_of(kind, named=named)  # it is tried again when that has changed
@@ -177,7 +171,7 @@ def _find(kind: type) -> Tuple[Union[Form, str], Tuple[Pinned, ...]]:
     pins = (forward.pins,) if gate is None else (forward.pins, gate.pins)
     with quiet():
         for form in forms:
-            if computes(kind, names["original_forward"], form, flags):
+            if computes(kind, loop, form, flags):
                 return form, pins
     return reason, pins
 

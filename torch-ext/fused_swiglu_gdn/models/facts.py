@@ -8,9 +8,10 @@ from typing import Dict, List, Set
 import torch
 from torch import nn
 
+from ..layers.own_classes import Code, wrapped_in
 from ..layers.own_code import codes_in, peeled
 from ..layers.pinned import ABSENT, CONTAINERS, PLAIN_VALUES, SPACES, Frozen, found_at
-from ..layers.pins import Code, names_in, words_in, wrapped_in
+from ..layers.pins import names_in, words_in
 from .code import Refused, signature_of
 from .trust import code_of
 

@@ -23,7 +23,7 @@ from ..layers.own_code import is_in_its_file
 from ..layers.pinned import Pinned
 from ..layers.plain import PLAIN_TENSORS, why_not_tensor
 from .code import Refused
-from .experts_trial import FLAGS, Form, computes
+from .experts_trial import FLAGS, Form, computes, loop_of
 from .fp8_linear import (
     ARGUMENTS,
     HOME,
@@ -67,12 +67,8 @@ def _find(kind: type) -> Tuple[Union[Fp8ExpertsForm, str], Tuple[Pinned, ...]]:
         raise Refused(
             f"is a {kind.__name__}, not FP8Experts: its class computes in a way of its own"
         )
-    try:
-        names = inspect.getclosurevars(kind.forward).nonlocals
-    except TypeError:
-        names = {}
-    chosen = names.get("experts_interface") is home.ALL_FP8_EXPERTS_FUNCTIONS
-    if not chosen or not is_in_its_file(kind.forward, "transformers"):
+    loop = loop_of(kind, home.ALL_FP8_EXPERTS_FUNCTIONS)
+    if not is_in_its_file(kind.forward, "transformers"):
         raise Refused("transformers does not choose the implementation of this class")
     codes = [code_above(home, kind, name) for name in ("forward", "_apply_gate", "linear")]
     weight, scale, x = (torch.ones(4, 4) for _ in range(3))
@@ -82,7 +78,6 @@ def _find(kind: type) -> Tuple[Union[Fp8ExpertsForm, str], Tuple[Pinned, ...]]:
     given = [x, weight, scale, block, None, None, True]
     if [[call.get(name) for name in ARGUMENTS] for call in found] != [given]:
         raise Refused("its products are none that are known")
-    loop = inspect.unwrap(kind.forward)
     names = {*kind._apply_gate.__code__.co_names} - {"act_fn", *dir(torch.Tensor)}
     unset = tuple(sorted(names))
     ones = torch.ones(8)

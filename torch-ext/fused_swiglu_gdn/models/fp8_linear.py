@@ -15,9 +15,10 @@ from torch import nn
 from ..fp8.call import BLOCK, ROWS, blocks_of
 from ..fp8.ops import PRODUCT
 from ..layers.fp8.weights import SCALES, SCHEME, Fp8Form, scheme_of
+from ..layers.own_classes import Code
 from ..layers.own_code import is_in_its_file
 from ..layers.pinned import Pinned
-from ..layers.pins import Code, names_in
+from ..layers.pins import names_in
 from ..layers.plain import why_not_tensor
 from ..layers.tensor_parallel import local, own_of_shards
 from .code import Refused

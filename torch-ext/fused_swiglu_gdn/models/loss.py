@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers.pins import own_function
+from ..layers.own_classes import is_own_function
 from ..layers.plain import PLAIN_TENSORS, is_torchs_own, named_modules, torch_unpatched
 from ..loss.ops import CROSS_ENTROPY, FAMILY
 from ..runtime import dispatch
@@ -120,7 +120,7 @@ def _takes_labels(own: type) -> bool:
 
 def is_next_token_loss(loss: Callable) -> bool:
     """True if a model's loss function is transformers' next-token cross entropy."""
-    return getattr(loss, "__name__", None) == "ForCausalLMLoss" and own_function(loss) is not None
+    return getattr(loss, "__name__", None) == "ForCausalLMLoss" and is_own_function(loss)
 
 
 def language_model(model: nn.Module) -> Optional[Tuple[str, nn.Module]]:

@@ -203,11 +203,12 @@ def _why_another_formula(module, kind, facts: Facts, roles: Roles) -> Optional[s
         for n in sizes_of(module, facts, max(K, N)) if K * N <= MOST_NUMBERS else ():
             runs += [(torch.float64, (size, K, N, None)) for size in ((n,), (1, n))]
     with quiet():
-        for i, (dtype, case) in enumerate(runs):
-            with torch.set_grad_enabled(i % 2 == 1):
-                reason = _why_not(module, kind, facts, roles, direct, dtype, case, modes)
-            if reason is not None:
-                return reason
+        for learns in (False, True):
+            with torch.set_grad_enabled(learns):
+                for dtype, case in runs[learns::2]:
+                    reason = _why_not(module, kind, facts, roles, direct, dtype, case, modes)
+                    if reason is not None:
+                        return reason
 
     def run(ours: bool) -> tuple:
         twin, x, _ = _problem(module, kind, roles, direct, torch.float64, ((7,), 6, 4, None))

@@ -12,7 +12,7 @@ from typing import Dict, Iterator, Optional, Tuple
 
 from torch import nn
 
-from ..layers.pins import Code
+from ..layers.own_classes import Code
 from .code import Refused
 
 _named: contextvars.ContextVar = contextvars.ContextVar("named", default=())
