@@ -175,6 +175,19 @@ def test_mlps_of_one_weight_and_with_biases(kernel, monkeypatch):
             assert list(record) == ["mlp_fwd"]
 
 
+def test_torch_compile_in_one_graph(kernel, monkeypatch):
+    """Products in FP8 are for eager mode: a traced MLP calls transformers' own."""
+    calls = fp8_problems.stand_in(monkeypatch)
+    mlp = fp8_problems.tiny_qwen3().model.layers[0].mlp
+    x = torch.randn(2, 3, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.no_grad():
+        expected = mlp(x)
+        assert not kernel.kernelize(mlp, only=["mlp", "linear"]).left
+        with dispatch.force("reference"):
+            found = torch.compile(mlp, backend="eager", fullgraph=True)(x)
+    assert calls and (found - expected).abs().max() <= 2**-5 * expected.abs().max()
+
+
 def test_kinds_can_be_chosen(kernel):
     model = fp8_problems.tiny_qwen3()
     assert not kinds(kernel.kernelize(model, skip=["linear"]))["FP8Linear"]

@@ -82,7 +82,8 @@ def project(
     """linear(x) of the FP8Linears, x quantised once for all, and of others beside them that the
     same launch takes, None of others yet; None if none is a product alone.
     unpatched: the caller knows that torch_unpatched."""
-    if FORMS.keys().isdisjoint(map(type, linears)) or not takes(x, MULTIPLY, unpatched):
+    # first, for torch.compile traces no isdisjoint
+    if not takes(x, MULTIPLY, unpatched) or FORMS.keys().isdisjoint(map(type, linears)):
         return None
     weights = weights_of(linears, x)
     known = weights if None not in weights else [w for w in weights if w is not None]
