@@ -30,6 +30,11 @@ class Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled():  # where functions made of others come here whole
+            with self:
+                out = function.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
         schema = function._schema
         if schema.name in READS:
             raise RuntimeError(f"{schema.name} is not permitted when a stream is capturing")

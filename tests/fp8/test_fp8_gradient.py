@@ -50,6 +50,9 @@ def test_a_linear(kernel, monkeypatch, device, bias, shape):
         with torch.no_grad():
             expected = part(x)
         y = part(x)
+        again = part(x)
+        again += 1  # as PEFT's AdaLoRA does
+        assert torch.equal(again, y + 1)
         y.backward(gradient)
     wide = reference.dequantised(part.weight, part.weight_scale_inv).double()
     assert not calls and torch.equal(y, expected) and x.grad.dtype is torch.bfloat16

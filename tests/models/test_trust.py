@@ -266,3 +266,18 @@ def test_a_router_keeps_the_order_of_its_experts(kernel, monkeypatch):
     with submodule("models.trust").trusting((KeepsOrder,)):
         with pytest.raises(submodule("models.code").Refused, match="fused_topk"):
             form_of(KeepsOrder(config))
+
+
+def test_experts_are_traced_in_one_graph(kernel, monkeypatch):
+    """Whether a class was named is asked by kernelize alone: torch.compile traces no ContextVar."""
+    from subjects import qwen3_moe
+
+    monkeypatch.setattr(submodule("models.experts"), "why_not_here", lambda module: None)
+    model = qwen3_moe()
+    module = model.model.layers[0].mlp.experts
+    given = torch.randn(6, 32), torch.tensor([[0, 2], [1, 3], [3, 1]] * 2), torch.rand(6, 2)
+    with torch.no_grad(), submodule("runtime.dispatch").force("reference"):
+        expected = module(*given)
+        assert kernel.kernelize(model, only=["experts"]).served
+        found = torch.compile(module, backend="eager", fullgraph=True)(*given)
+    assert torch.allclose(found, expected, atol=1e-5)

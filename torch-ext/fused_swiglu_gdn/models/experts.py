@@ -200,8 +200,6 @@ def experts_in(model: nn.Module) -> List[Tuple[str, nn.Module]]:
 
 def why_not_experts(module: nn.Module) -> Optional[str]:
     """Why a module of experts is not the formula, whatever the device; None if it is."""
-    if is_named(type(module)):
-        _named.add(type(module))
     form = form_of(type(module))
     if isinstance(form, str):
         return form
@@ -274,6 +272,8 @@ def serve_experts(model: nn.Module) -> List[Row]:
 
 
 def _why_left(module: nn.Module) -> Optional[str]:
+    if is_named(type(module)):
+        _named.add(type(module))
     if is_fp8_experts(module):
         reason = why_not_fp8_experts(module) or why_not_fp8_here(module)
     else:
