@@ -74,6 +74,15 @@ def test_modules_to_save(kernel, part, tied):
     same_training(model, served, groups=4)
 
 
+def test_a_copy_is_of_the_whole(kernel):
+    """PeftModel takes attributes that it has not from the model inside, `__deepcopy__` as well."""
+    model, served, _ = both(kernel)
+    other = copy.deepcopy(served)
+    assert type(other) is type(served) and other.active_adapter == "default"
+    same_training(model, other)
+    same_step(both(kernel)[0], served, tokens(2, 9), 8)  # which has learned nothing by that
+
+
 def test_merged_unloaded_saved_and_loaded(kernel, tmp_path):
     """After training: merged for good, and loaded as an adapter of a kernelized model."""
     model, served, _ = both(kernel)

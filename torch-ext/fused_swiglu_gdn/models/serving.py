@@ -52,27 +52,49 @@ class Served:
         other.__dict__.update(self.__dict__)
         return other
 
-    def __deepcopy__(self, memo):
-        other = memo[id(self)] = object.__new__(type(self))
-        other.__setstate__(copy.deepcopy(self.__dict__, memo))
-        return other
-
+    # no __deepcopy__: a wrapper that hands unknown names on, as PEFT's, would be copied by it
     def __reduce_ex__(self, protocol):
         if _around(type(self)) is not None:
             return super().__reduce_ex__(protocol)  # pickle finds no such class, and says so
+        return _Maker(type(self)), (own_class(self), object, None), _State(self)
+
+
+class _Maker:
+    """Makes a copy's module; in a pickle it is what makes one of the module's own class."""
+
+    def __init__(self, kind: type):
+        self.kind = kind
+
+    def __call__(self, *args) -> nn.Module:
+        return object.__new__(self.kind)
+
+    def __reduce__(self):
         warnings.warn(
             "a pickle of a kernelized model holds the model without the kernels: "
             "call kernelize again where it is loaded",
             stacklevel=2,
         )
-        state = dict(self.__dict__)
-        if _function(state.get("forward")) is type(self).forward:
+        return functools.partial, (copyreg._reconstructor,)
+
+
+class _State:
+    """The attributes of a served module: all of them for a copy, those not of ours for a pickle."""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+
+    def __deepcopy__(self, memo) -> dict:
+        return copy.deepcopy(self.module.__dict__, memo)
+
+    def __reduce__(self):
+        state = dict(self.module.__dict__)
+        if _function(state.get("forward")) is type(self.module).forward:
             del state["forward"]
         for name in HOOKS:
             if HOOK in state[name]:
                 state[name] = state[name].copy()
                 del state[name][HOOK]
-        return copyreg._reconstructor, (own_class(self), object, None), state
+        return dict, (state,)
 
 
 @functools.cache
