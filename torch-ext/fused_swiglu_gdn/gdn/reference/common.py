@@ -75,9 +75,10 @@ def prepare_inputs(call) -> Inputs:
 
 def of_sequences(call):
     """The call without tokens behind the last of packed sequences, which are padding."""
-    if call.cu_seqlens is None or call.cu_seqlens[-1] == call.T:
+    end = call.T if call.cu_seqlens is None else call.cu_seqlens.tolist()[-1]
+    if end == call.T:
         return call
-    end, names = int(call.cu_seqlens[-1]), ("q", "k", "v", "g", "beta", "do")
+    names = ("q", "k", "v", "g", "beta", "do")
     tokens = {name: getattr(call, name)[:, :end] for name in names if name in call._fields}
     return call._replace(**tokens)
 
