@@ -67,7 +67,8 @@ def _find(kind: type) -> Tuple[Union[Fp8ExpertsForm, str], Tuple[Pinned, ...]]:
         raise Refused(
             f"is a {kind.__name__}, not FP8Experts: its class computes in a way of its own"
         )
-    loop = loop_of(kind, home.ALL_FP8_EXPERTS_FUNCTIONS)
+    loop_of(kind, home.ALL_FP8_EXPERTS_FUNCTIONS)
+    loop = inspect.unwrap(kind.forward)  # behind another decorator
     if not is_in_its_file(kind.forward, "transformers"):
         raise Refused("transformers does not choose the implementation of this class")
     codes = [code_above(home, kind, name) for name in ("forward", "_apply_gate", "linear")]
