@@ -29,6 +29,7 @@ from .serving import own_class
 from .stand_ins import (
     F64,
     FREE,
+    OF_THE_PROCESS,
     KeepsFp64,
     Part,
     Unknown,
@@ -149,9 +150,7 @@ def _find(kind_of_trial, module, kind, facts, values, norms) -> tuple:
             continue
         names = (*_without(values, trial.handed), *module._modules, "training")
         reason = why_odd_module(module, kind, facts, names)
-        if reason is not None:
-            return reason, trial.handed
-        return form, trial.handed
+        return (form if reason is None else reason), trial.handed
     return reasons[0]
 
 
@@ -322,7 +321,9 @@ class AttentionTrial(Learning):
     def agrees(self, form, case: Case, run: Optional[Run] = None) -> bool:
         try:
             self.check(self.ours(form), run or self.called(case))
-        except (Refused, AttributeError, RuntimeError, TypeError):  # what it reads does not fit
+        except OF_THE_PROCESS:
+            raise
+        except Exception:  # a form of another module's parts may raise anything
             return False
         return True
 
@@ -335,7 +336,7 @@ class AttentionTrial(Learning):
         result = ours.served(run.twin, run.x, given, run.rest)
         mine = run._replace(given=given, interface=self.interface, log=log, result=result)
         self.log = []
-        if not alike(_done(mine, self.projections), _done(run, self.projections)):
+        if result is None or not alike(_done(mine, self.projections), _done(run, self.projections)):
             raise Refused("its forward depends on the call")
 
 
