@@ -1,6 +1,11 @@
 """Whose code is served, and what a served module's forward may find changed later."""
 
 import copy
+import os
+import threading
+import time
+import types
+from time import perf_counter
 
 import pytest
 import torch
@@ -14,6 +19,13 @@ from transformers.models.mixtral import modeling_mixtral as mixtral  # noqa: E40
 
 D = 8
 TABLE, SEVERAL = {"scale": [1.0]}, {0: 1.0}
+
+
+class Switch:
+    by = 1.0
+
+
+SWITCH, OF_FILE = Switch(), types.SimpleNamespace(by=1.0)
 
 
 def factor(x, by=1.0, several=SEVERAL, *, more=1.0):
@@ -35,7 +47,7 @@ class MyMLP(nn.Module):
 
     def forward(self, x):
         x = factor(x) * self.d["s"] * self.l[0] * self.config.p["s"]["t"] * self.table["scale"]
-        x = x * self.one * TABLE["scale"][0] * self.factor
+        x = x * self.one * TABLE["scale"][0] * self.factor * SWITCH.by * OF_FILE.by
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -56,6 +68,9 @@ LATER = {  # what is changed of a module, its class or its file
     "an attribute of the class": lambda m, p: p.setattr(MyMLP, "one", 2.0),
     "an attribute of the class, on the module": lambda m, p: setattr(m, "one", 2.0),
     "a table of the file": lambda m, p: p.setitem(TABLE, "scale", [2.0]),
+    "an object of the file": lambda m, p: p.setattr(OF_FILE, "by", 2.0),
+    "an object of the file, of its class": lambda m, p: p.setattr(Switch, "by", 2.0),
+    "an object of the file, before its class": lambda m, p: p.setitem(vars(SWITCH), "by", 2.0),
     "a default": lambda m, p: p.setattr(factor, "__defaults__", (2.0, SEVERAL)),
     "what a default holds": lambda m, p: p.setitem(SEVERAL, 0, 2.0),
     "a default by keyword": lambda m, p: p.setitem(factor.__kwdefaults__, "more", 2.0),
@@ -141,6 +156,27 @@ def test_a_class_of_somebody_is_named_or_left_alone(kernel):
     with submodule("runtime.dispatch").force("reference"):
         assert kernel.kernelize(module, trust=[MyMLP]).served
         assert not kernel.kernelize(MyMLP()).served, "it is named for one call"
+
+
+UNSTEADY = {  # what no trial sees in the next call, as a condition of the formula
+    "time": lambda self: time.time() < 1e12 and perf_counter() < 1e12,
+    "os": lambda self: os.environ.get("SWITCH") is None,
+    "threading": lambda self: threading.current_thread().name != "other",
+    "vars": lambda self: not vars(self).get("rate"),
+}
+
+
+@pytest.mark.parametrize("asks", UNSTEADY)
+def test_what_changes_by_itself_is_left_alone(kernel, asks):
+    usual, formula = UNSTEADY[asks], MyMLP.forward
+
+    def forward(self, x):
+        return formula(self, x) if usual(self) else x
+
+    kind = type("Unsteady", (MyMLP,), {"forward": forward})
+    with submodule("runtime.dispatch").force("reference"):
+        (row,) = kernel.kernelize(kind(), trust=[kind]).rows
+    assert row.reason.startswith("its forward") and f" {asks}" in row.reason
 
 
 class MyRMSNorm(nn.Module):

@@ -8,6 +8,7 @@ from typing import Callable, Dict, List, Optional
 import torch
 from torch import nn
 
+from .others_code import pin_objects, why_unsteady
 from .pinned import Pinned
 from .pins import PACKAGES, Walk, is_of
 
@@ -48,13 +49,17 @@ class Code:
         ends: frozenset = frozenset(),
     ):
         self.walk = walk = Walk(kind, method, named, ends)
+        if named:
+            pin_objects(walk)
         self.pins: Pinned = walk.pins()
         space = next((s for s in walk.spaces if method in s), {})
         chain = [f for f in wrapped_in(space.get(method)) if isinstance(f, FunctionType)]
         inner = [f for f in chain if f.__code__.co_name == method]
         self.inner: Optional[FunctionType] = (inner or chain or [None])[-1]
         self.known: object = None  # what else follows from it: facts.py
-        self.why: Optional[str] = None if named else self.why_not_own(space.get(method))
+        self.why: Optional[str] = (
+            why_unsteady(walk) if named else self.why_not_own(space.get(method))
+        )
 
     def why_not_own(self, forward: object) -> Optional[str]:
         """Why the method is not transformers' own code, or None."""

@@ -117,7 +117,7 @@ class Pinned:
         self.deep: List[tuple] = []  # what can be changed as it is
         by_space: Dict[int, list] = {}
         for space, name, value in names:
-            if isinstance(value, (*PLAIN_VALUES, type(None), torch.Tensor)):
+            if value is ABSENT or isinstance(value, (*PLAIN_VALUES, type(None), torch.Tensor)):
                 self.plain.append((space, name, value))
             else:
                 by_space.setdefault(id(space), []).append((space, name, value))
