@@ -1,14 +1,17 @@
 """examples/: loops that people run, with tiny models on a CPU and the reference for the kernels.
 Losses and texts are those of transformers alone."""
 
+import contextlib
 import importlib
-import subprocess
+import io
+import os
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, load_example, submodule
+from conftest import load_example, load_package, submodule
+from two_processes import WORLD, found_by
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -143,27 +146,21 @@ def test_fsdp2_finds_the_layers(example):
     assert module.prepared(accelerator, model)[0] == {type(model.model.layers[0])}
 
 
-FSDP = """
-import sys
-sys.path.insert(0, {tests!r})
-from conftest import load_example, load_package, submodule
-example, kernel = load_example("train_fsdp"), load_package()
-accelerator = example.accelerator_of(cpu=True)
-with submodule("runtime.dispatch").force("reference"):
-    example.run(kernel, accelerator, None, 3)
-accelerator.end_training()
-"""
+def train_fsdp(rank: int, device) -> str:
+    """What the example says in one of two processes; accelerate knows them as torchrun's."""
+    os.environ.update(dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)))
+    os.environ.update(dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(WORLD)))
+    importlib.import_module("accelerate.state").AcceleratorState._reset_state(True)
+    module, said = load_example("train_fsdp"), io.StringIO()
+    with submodule("runtime.dispatch").force("reference"), contextlib.redirect_stdout(said):
+        module.run(load_package(), module.accelerator_of(cpu=True), None, 3)
+    return said.getvalue()
 
 
 def test_fsdp2(kernel, tmp_path):
     """Two processes, each with a part of every weight."""
     pytest.importorskip("accelerate")
-    script = tmp_path / "fsdp.py"
-    script.write_text(FSDP.format(tests=str(ROOT / "tests")))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    ran = subprocess.run([*command, "2", script], capture_output=True, text=True, timeout=200)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    said = ran.stdout
+    said = "".join(found_by(train_fsdp, "cpu", tmp_path))
     assert served(said, "DecoderLayer", "GatedDeltaNet")
     assert said.count("all weights are sharded: True") == 2
     losses = [
