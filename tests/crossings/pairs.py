@@ -37,7 +37,7 @@ def elsewhere(pair, without: str) -> str:
         f"print(pairs.outcome(pair, 'cpu', pathlib.Path('.')))"
     )
     with tempfile.TemporaryDirectory() as folder:
-        done = fresh.python("-c", code, cwd=folder)
+        done = fresh.python("-c", code, cwd=folder, imported="torch")
     said = done.stdout.strip() or done.stderr.strip()
     return said.splitlines()[-1] if done.returncode == 0 else f"WRONG: {' '.join(said.split())}"
 

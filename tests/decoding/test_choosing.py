@@ -80,7 +80,7 @@ def test_tokens_of_a_seed(graph, chosen, device, case, forced):
     ids, mask = padded(3, 9, device)
     by = dispatch.force("reference") if forced else contextlib.nullcontext()
     with by:
-        for seed in range(3):
+        for seed in range(1 if forced else 2):
             theirs, before, ours, after = both(
                 model, ids, seed, attention_mask=mask, eos_token_id=[5, 6, 7], **options
             )
