@@ -1,30 +1,50 @@
 """benchmarks/real_model.py with random weights on a CPU, and what page.py and pictures.py make of
 its record."""
 
+import contextlib
 import importlib
+import io
 import json
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, submodule
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.fixture
-def record(kernel, monkeypatch, tmp_path, capsys):
-    """That of all parts which a CPU can run, with the reference for the kernels."""
+@pytest.fixture(scope="module")
+def made(kernel):
+    """The record of all parts which a CPU can run, with the reference for the kernels."""
     pytest.importorskip("peft")
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    script = importlib.import_module("real_model")
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        script, path = importlib.import_module("real_model"), Path(folder, "real_model.json")
+        patch.setattr(sys, "argv", words(path))
+        patch.setattr(script, "QUESTIONS", script.QUESTIONS[:2])
+        with submodule("runtime.dispatch").force("reference"), io.StringIO() as said:
+            with contextlib.redirect_stdout(said):
+                script.main()
+            assert "DecoderLayer" in said.getvalue()  # served, not left alone
+        return path.read_text()
+
+
+def words(path) -> list:
+    return ["real_model.py", "--tiny", "--device", "cpu", "--steps", "3", "--json", str(path)]
+
+
+@pytest.fixture
+def record(made, monkeypatch, tmp_path):
+    """A copy of it, which the script would write to."""
     path = tmp_path / "real_model.json"
-    words = ["real_model.py", "--tiny", "--device", "cpu", "--steps", "3", "--json", str(path)]
-    monkeypatch.setattr(sys, "argv", words)
+    path.write_text(made)
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.setattr(sys, "argv", words(path))
+    script = importlib.import_module("real_model")
     monkeypatch.setattr(script, "QUESTIONS", script.QUESTIONS[:2])
-    with importlib.import_module(f"{kernel.__name__}.runtime.dispatch").force("reference"):
-        script.main()
-    assert "DecoderLayer" in capsys.readouterr().out  # served, not left alone
     return path
 
 
