@@ -225,6 +225,7 @@ def _hasten_operands(core, semantic) -> None:
     semantic.binary_op_type_checking_impl = check_unless_alike
     for name, operation in OPERATIONS.items():
         setattr(core.tensor, f"__{name}__", _at_once(core, semantic, f"__{name}__", operation))
+    _hasten_functions(core, semantic)
 
 
 OPERATIONS = {
@@ -233,11 +234,28 @@ OPERATIONS = {
     "ge": numpy.greater_equal, "eq": numpy.equal, "ne": numpy.not_equal, "and": numpy.bitwise_and,
     "mod": numpy.fmod, "floordiv": lambda x, y: (x - numpy.fmod(x, y)) // y,
 }  # fmt: skip
+ALIKE = {}  # by dtype and shape: the type, number of values and sizes of a tensor
+
+
+def _made(core, data, dtype, is_block: bool):
+    """A tensor of numpy's values, which have the size of the dtype's."""
+    from triton.runtime.interpreter import TensorHandle
+
+    handle = object.__new__(TensorHandle)
+    handle.data, handle.dtype, handle.attr = data, dtype, {}
+    key = dtype.name, data.shape if is_block else None
+    if key not in ALIKE:
+        first = core.tensor(handle, core.block_type(dtype, [*data.shape]) if is_block else dtype)
+        ALIKE[key] = first.type, first.numel, first.shape
+    made = object.__new__(core.tensor)
+    made.handle, made.dtype = handle, dtype
+    made.type, made.numel, made.shape = ALIKE[key]
+    return made
 
 
 def _at_once(core, semantic, name: str, operation):
     """An operator of tensors: numpy's, for two of one type and as many axes, or a number beside
-    one; Triton's own way, of forty calls, for all others."""
+    one, and for offsets of pointers; Triton's own way, of forty calls, for all others."""
     from triton.runtime import interpreter
 
     way, usual = semantic(interpreter.interpreter_builder), getattr(core.tensor, name)
@@ -248,28 +266,80 @@ def _at_once(core, semantic, name: str, operation):
     compares = operation in (numpy.less, numpy.less_equal, numpy.greater, numpy.greater_equal,
                              numpy.equal, numpy.not_equal)  # fmt: skip
 
+    block, adds = core.block_type, name == "__add__"
+
     def at_once(self, other):
-        if type(other) is core.constexpr:
+        kind, dtype, x, y = type(other), self.dtype, self.handle.data, None
+        if kind is core.constexpr:
             other = other.value
-        dtype, kind, x = self.dtype, type(other), self.handle.data
-        if dtype.name in limits:
-            limit, y = limits[dtype.name], None
-            if kind is core.tensor:
-                blocks = self.type.is_block(), other.type.is_block()
-                if other.dtype.name == dtype.name and (
-                    blocks != (True, True) or len(self.shape) == len(other.shape)
-                ):
-                    y = other.handle.data
-            elif kind is int and limit and -limit <= other < limit or kind is float and not limit:
-                blocks, y = (self.type.is_block(), False), other
-            if y is not None:
-                data = operation(x, y)
-                dtype = core.int1 if compares else dtype
-                of_all = core.block_type(dtype, [*data.shape]) if any(blocks) else dtype
-                return core.tensor(interpreter.TensorHandle(data, dtype), of_all)
-        return usual(self, other, _semantic=way)
+            kind = type(other)
+        is_block = type(self.type) is block
+        if kind is core.tensor:
+            z, of_other = other.handle.data, other.dtype.name
+            if is_block and type(other.type) is block and x.ndim != z.ndim:
+                return usual(self, other, _semantic=way)
+            is_block = is_block or type(other.type) is block
+            if adds and of_other in ("int32", "int64") and dtype.is_ptr():
+                size = max(1, self.handle.get_element_ty().primitive_bitwidth // 8)
+                return _made(core, x + size * z.astype(numpy.uint64), dtype, is_block)
+            if of_other == dtype.name and of_other in limits:
+                y = z
+        elif dtype.name in limits:
+            limit = limits[dtype.name]
+            if kind is int and limit and -limit <= other < limit or kind is float and not limit:
+                y = other
+        if y is None:
+            return usual(self, other, _semantic=way)
+        data = operation(x, y)
+        return _made(core, data, core.int1 if compares else dtype, is_block)
 
     return at_once
+
+
+def _hasten_functions(core, semantic) -> None:
+    """Casts of numbers, axes of one, and choices between two of one type."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    way = {"_semantic": semantic(interpreter.interpreter_builder)}
+    cast, index, choose = core.tensor.to, core.tensor.__getitem__, core.where
+    numbers = {"fp16": numpy.float16, "fp32": numpy.float32, "int32": numpy.int32,
+               "int64": numpy.int64}  # fmt: skip
+
+    def to(self, dtype, fp_downcast_rounding=None, bitcast=False):
+        name = getattr(core._unwrap_if_constexpr(dtype), "name", None)
+        plain = fp_downcast_rounding is None and not bitcast
+        if not plain or name not in numbers or self.dtype.name not in (*numbers, "int1"):
+            return cast(self, dtype, fp_downcast_rounding, bitcast, **way)
+        if name == self.dtype.name:
+            return self
+        data = self.handle.data.astype(numbers[name])
+        return _made(core, data, core._unwrap_if_constexpr(dtype), self.type.is_block())
+
+    def getitem(self, slices):
+        whole = slice(None)
+        if type(slices) is tuple and self.type.is_block():
+            if all(s is None or type(s) is slice and s == whole for s in slices):
+                return _made(core, self.handle.data[slices], self.dtype, True)
+        return index(self, slices, **way)
+
+    def where(condition, x, y, _semantic=None):
+        x, y = core._unwrap_if_constexpr(x), core._unwrap_if_constexpr(y)
+        given = [z for z in (condition, x, y) if type(z) is core.tensor]
+        blocks = [z for z in given if z.type.is_block()]
+        kinds = {z.dtype.name for z in given[1:]}
+        if (
+            type(condition) is not core.tensor or condition.dtype.name != "int1"
+            or len(kinds) != 1 or len({z.handle.data.ndim for z in blocks}) > 1
+            or len(given) < 3 and kinds != {"fp32"} or given[1].dtype.is_ptr()
+        ):  # fmt: skip
+            return choose(condition, x, y, **way)
+        values = (z.handle.data if type(z) is core.tensor else numpy.float32(z) for z in (x, y))
+        data = numpy.where(condition.handle.data, *values)
+        return _made(core, data, given[1].dtype, bool(blocks))
+
+    core.tensor.to, core.tensor.__getitem__ = to, getitem
+    core.where = tl.where = where
 
 
 def _mend() -> None:
