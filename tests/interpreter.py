@@ -101,6 +101,7 @@ def _hasten() -> None:
     replaced it; it makes every sum of 32-bit integers again in 64 bits; and it reduces by a
     function of one's own one element at a time. Of Triton 3.6 and 3.7 alone."""
     import triton
+    from triton.language import core
     from triton.runtime import interpreter
 
     if not hasattr(interpreter, "_LangPatchScope"):
@@ -128,7 +129,10 @@ def _hasten() -> None:
         if self.axis is None or self.keep_dims:
             return one_by_one(self, inputs)
         rows = [numpy.moveaxis(x.handle.data, self.axis, 0) for x in inputs]
-        tensors = [[self.to_tensor(y, x.dtype) for y in ys] for x, ys in zip(inputs, rows)]
+        if rows[0].ndim == 1:
+            rows = [x[:, None] for x in rows]  # a number is an array of one
+        blocks = inputs[0].handle.data.ndim > 1
+        tensors = [[_made(core, y, x.dtype, blocks) for y in ys] for x, ys in zip(inputs, rows)]
         total, *rest = zip(*tensors)
         for row in rest:
             total = self.combine_fn.fn(*total, *row)
@@ -284,6 +288,9 @@ def _at_once(core, semantic, name: str, operation):
                 return _made(core, x + size * z.astype(numpy.uint64), dtype, is_block)
             if of_other == dtype.name and of_other in limits:
                 y = z
+        elif adds and kind is int and other >= 0 and dtype.is_ptr():
+            size = max(1, self.handle.get_element_ty().primitive_bitwidth // 8)
+            return _made(core, x + numpy.uint64(size * other), dtype, is_block)
         elif dtype.name in limits:
             limit = limits[dtype.name]
             if kind is int and limit and -limit <= other < limit or kind is float and not limit:
