@@ -1,6 +1,6 @@
 """Every use of every subject has the outcome that docs/crossings.md says: transformers' own, or a
-refusal. The commits of a day run every second use with one subject, those of the next day the other
-uses, and of ten days all pairs; `--all-pairs` runs all at once."""
+refusal. The commits of a day run every third use with one subject, those of the next day the next
+uses, and of fifteen days all pairs; `--all-pairs` runs all at once."""
 
 import functools
 import subprocess
@@ -12,8 +12,9 @@ from interpreter import compiled, interpreted, test_in_the_interpreter  # noqa: 
 from pairs import FUNCTION_USES, function_pairs, outcome, pairs, why_not_here
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+USES = 3
 # of pairs that take seconds, and of functions in Triton's interpreter; primes
-SLOW_SHARES, INTERPRETED = 83, 41
+SLOW_SHARES, INTERPRETED = 83, 61
 
 
 @functools.cache
@@ -37,8 +38,8 @@ def chosen() -> list:
     for pair in pairs():
         if not pair.slow:
             uses.setdefault(pair.use, []).append(pair)
-    turn = share() // 2
-    quick = [of[(turn + n) % len(of)] for n, of in enumerate(some([*uses.values()], 2))]
+    turn = share() // USES
+    quick = [of[(turn + n) % len(of)] for n, of in enumerate(some([*uses.values()], USES))]
     slow = [pair for pair in [*pairs(), *function_pairs()] if pair.slow]
     return quick + some(slow, SLOW_SHARES)
 

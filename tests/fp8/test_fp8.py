@@ -273,6 +273,7 @@ def refused(kernel, module, unknown=False):
     return row.reason
 
 
+@compiled
 def test_a_module_is_served_and_restored(kernel, monkeypatch):
     calls = fp8_problems.stand_in(monkeypatch)
     module = fp8_problems.linear(272, 512, bias=True)
@@ -297,6 +298,7 @@ def test_a_module_is_served_and_restored(kernel, monkeypatch):
     assert kernel.restore(torch.nn.ModuleList([module])) == 1 and type(module) is kind
 
 
+@compiled
 def test_calls_that_are_the_modules_own(kernel, monkeypatch):
     """Other dtypes, no tokens, hooks on all modules, a compiler."""
     calls = fp8_problems.stand_in(monkeypatch)
@@ -321,6 +323,7 @@ def test_calls_that_are_the_modules_own(kernel, monkeypatch):
     assert own(x)
 
 
+@compiled
 def test_changes_of_a_served_module(kernel):
     """Its scheme, a weight that hides the parameter, one that was turned into another dtype."""
     module, x = served(kernel, fp8_problems.linear(128, 512)), values(1, 512)
@@ -355,6 +358,7 @@ REASONS = [  # a part of it, and what is another of a module [128, 512]
 SIZES = {"520 input or 128 output features": (128, 520), "152 output features": (152, 512)}
 
 
+@compiled
 def test_reasons(kernel):
     from transformers.integrations.finegrained_fp8 import FP8GroupedLinear, FP8Linear
 
@@ -372,6 +376,7 @@ def test_reasons(kernel):
     assert "is a FP8GroupedLinear" in row.reason
 
 
+@compiled
 def test_another_forward_of_the_class_is_left_alone(kernel, monkeypatch):
     from transformers.integrations import finegrained_fp8
 
@@ -389,6 +394,7 @@ def test_another_forward_of_the_class_is_left_alone(kernel, monkeypatch):
     refused(kernel, fp8_problems.linear(128, 512), unknown=True)
 
 
+@compiled
 def test_kernels_that_transformers_loads_change_nothing(kernel, monkeypatch):
     """A module that is left alone loads them at its first call: those that are served stay so. What
     fp8_linear calls is looked at by name alone, which takes a token's host 3 us and not 26."""
@@ -423,6 +429,7 @@ WRITES = {  # that torch's version of x does not count
 }
 
 
+@compiled
 def test_a_module_multiplies_what_x_is(kernel, counted):
     """Whatever has written it, and whoever has multiplied the same tensor before."""
     q, k = (served(kernel, fp8_problems.linear(128, 512, seed=n)) for n in range(2))
@@ -439,6 +446,7 @@ def test_a_module_multiplies_what_x_is(kernel, counted):
     assert len(counted) == 1  # those that are asked together
 
 
+@compiled
 def test_a_module_that_does_more_is_called(kernel, counted):
     """Of several in one call; it quantises x by itself."""
     parts, seen = [served(kernel, fp8_problems.linear(128, 512, seed=n)) for n in range(2)], []
@@ -447,6 +455,7 @@ def test_a_module_that_does_more_is_called(kernel, counted):
     assert seen and len(counted) == 2
 
 
+@compiled
 def test_one_projection(kernel, monkeypatch):
     """By itself: of few tokens it is read and not called, but where a call does more; with the same
     bits, and a bias."""

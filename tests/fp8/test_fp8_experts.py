@@ -95,6 +95,7 @@ def test_a_call_interpreted():
     assert not found[0].isnan().any()
 
 
+@compiled
 def test_the_reference_is_the_formula():
     problem = fp8_problems.experts_problem(20, 4, 2, 256, 128)
     found = reference.fp8_experts_fwd(*problem)
@@ -267,6 +268,7 @@ def test_a_module_gives_what_its_loop_gives(everywhere, kernel, monkeypatch):
         assert error(part, found) > 0.1 and not part[(away == 8).all(1)].any()
 
 
+@compiled
 def test_calls_that_are_left_to_transformers(everywhere, kernel, monkeypatch):
     """What needs a gradient, another dtype, a gate that was changed."""
     calls = fp8_problems.stand_in(monkeypatch)
@@ -331,6 +333,7 @@ REASONS = {
 }
 
 
+@compiled
 def test_reasons(kernel, everywhere):
     model = fp8_problems.tiny_moe()
     first, second = experts_of(model)
@@ -352,6 +355,7 @@ def test_reasons(kernel, everywhere):
     assert all("was set to deepgemm" in row.reason for row in rows)
 
 
+@compiled
 def test_classes_that_are_left_alone(kernel, everywhere, monkeypatch):
     from transformers.integrations import finegrained_fp8
 

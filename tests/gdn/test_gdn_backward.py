@@ -47,12 +47,14 @@ def compare(got, want, dtype, factor=1.0):
     assert all(error <= limit for error in errors.values()), errors
 
 
+@compiled
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_written_out(options):
     case = Case(2, 70, 2, 4, 8, 6, torch.float64, **options)
     compare(case.gradients(written_out), case.expected(), torch.float64)
 
 
+@compiled
 @pytest.mark.parametrize("gates", ["none", "qwen", "extreme"])
 def test_written_out_for_gates(gates):
     case = Case(1, 130, 1, 2, 8, 8, torch.float64, gates=gates)

@@ -103,11 +103,13 @@ def check_norm(gradients, fields):
         assert relative_error(a, b) <= 2 * TOLERANCE[dy.dtype]
 
 
+@compiled
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_written_out_convolution(name):
     check_convolution(backward.causal_conv1d_bwd, convolution(torch.float64, **CONVOLUTIONS[name]))
 
 
+@compiled
 @pytest.mark.parametrize("shape, activation", NORMS)
 def test_written_out_norm(shape, activation):
     check_norm(backward.rms_norm_gated_bwd, norm(shape, activation, torch.float64))
