@@ -449,6 +449,21 @@ def test_pace():
         assert pace.drafts(drafter) == []
 
 
+def test_weights_that_are_read():
+    """Embeddings are not, and of experts those that are chosen: more by several tokens."""
+    read = submodule("decoding.lookup").weights_read
+    dense, model = tiny("qwen3_5_text", "cpu"), tiny("qwen3_5_moe_text", "cpu")
+    count = sum(x.numel() for x in dense.parameters()) - dense.model.embed_tokens.weight.numel()
+    tied = dense.lm_head.weight is dense.model.embed_tokens.weight
+    assert read(dense) == read(dense, 5) == count + tied * dense.lm_head.weight.numel()
+    stacks = [x.numel() for name, x in model.named_parameters() if ".mlp.experts." in name]
+    E, K = model.config.num_experts, model.config.num_experts_per_tok
+    assert len(stacks) > 1 and 1 < K < E
+    one, two, many = (read(model, n) for n in (1, 2, 10**6))
+    assert many - one == pytest.approx(sum(stacks) * (1 - K / E))
+    assert two - one == pytest.approx(sum(stacks) * K / E * (1 - K / E))
+
+
 def mtp_of(kernel, model, count):
     layer = submodule("decoding.mtp").Mtp(model, 1)
     torch.manual_seed(2)

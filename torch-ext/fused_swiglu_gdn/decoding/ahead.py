@@ -15,11 +15,10 @@ from typing import Any, List, Optional, Tuple
 import torch
 from torch import nn
 
-from .graph_rules import CACHE_NAMES
+from .graph_rules import PREPARE, cache_among
 from .in_place import InPlace, take_back
 
 MASKS, UTILS = "transformers.masking_utils", "transformers.generation.utils"
-PREPARE = "prepare_inputs_for_generation"
 TAKES = ("self", "outputs", "model_kwargs", "is_encoder_decoder", "num_new_tokens")
 IDS, POSITIONS, MASK = "input_ids", "position_ids", "attention_mask"
 Inputs = List[Tuple[tuple, torch.Tensor]]  # ((name, key in a dict or None), tensor)
@@ -106,7 +105,7 @@ class Masks(InPlace):
 def step_of(model: nn.Module, inputs: dict) -> Optional[Any]:
     """The step on the cache among the inputs, if it has a graph that advances them."""
     steps = getattr(model.__dict__.get("get_compiled_call"), "steps", {})
-    cache = next((inputs[name] for name in CACHE_NAMES if inputs.get(name) is not None), None)
+    cache = cache_among(inputs)[1]
     step = steps.get(cache) if cache is not None else None
     return step if step is not None and step.ahead is not None else None
 

@@ -15,13 +15,21 @@ from torch import nn
 
 from .ahead import IDS
 from .choosing import Choice
-from .graph_rules import CACHE_NAMES, CACHES, why_not_cache, why_not_model
-from .lookup import Drafter, NotServed
+from .graph_rules import (
+    CACHE_NAMES,
+    CACHES,
+    LINEAR,
+    PREPARE,
+    cache_among,
+    why_not_cache,
+    why_not_model,
+    why_not_states,
+)  # fmt: skip
+from .lookup import Drafter, NotServed, weights_read
 from .reading import Reader
 from .rounds import Following, following
 from .row_choice import RowChoice
-from .rows import LINEAR
-from .static_cache import PREPARE, _slides
+from .static_cache import _slides
 from .watch import COUNT
 
 DRAFTS = 4  # of a round where the assistant's generation_config has no number
@@ -62,13 +70,9 @@ def why_not_past(cache: Any, slots: int) -> Optional[str]:
     """Reason why tokens cannot be taken back from a static cache, or None."""
     if why_not_cache(cache) is not None or _slides(cache, slots):
         return "it has no static cache, or a window that becomes full"
-    for layer in cache.layers:
-        kind = type(layer).__name__
-        if "Linear" in kind and (kind != LINEAR or layer.number_of_states != 1):
-            return f"its cache has a layer that is a {kind}"
     if not any(hasattr(layer, LENGTH) for layer in cache.layers):
         return "it has no attention, which knows the length"
-    return None
+    return why_not_states(cache)
 
 
 class Assistant(Drafter):
@@ -78,7 +82,7 @@ class Assistant(Drafter):
     in_graph = True
 
     def __init__(self, model: nn.Module, assistant: nn.Module, ids, given, count: int, slots: int):
-        name = next(name for name in CACHE_NAMES if given.get(name) is not None)
+        name = cache_among(given)[0]
         self.cache = sys.modules[CACHES].StaticCache(config=assistant.config, max_cache_len=slots)
         self.reason = why_not_past(self.cache, slots)
         mine = {n: given[n][..., :-1] for n in SLICED if given.get(n) is not None}
@@ -88,8 +92,7 @@ class Assistant(Drafter):
         self.choice = RowChoice(Choice([], False), ids)
         self.ids: List[int] = []
         self.behind = 0  # length of the text behind which the latest drafts are
-        sizes = [sum(x.numel() for x in m.parameters()) for m in (assistant, model)]
-        self.takes = count * sizes[0] / sizes[1]
+        self.takes = count * weights_read(assistant) / weights_read(model)
 
     def add(self, token: int) -> None:
         self.ids.append(token)

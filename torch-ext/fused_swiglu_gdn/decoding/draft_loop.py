@@ -16,16 +16,24 @@ from torch import nn
 
 from .assistants import Assistant, drafts_of, why_not_assistant
 from .capture import Graph
-from .graph_rules import CACHE_NAMES, CACHES, why_not_cache, why_not_model, why_not_now
+from .graph_rules import (
+    CACHE_NAMES,
+    CACHES,
+    PREPARE,
+    cache_among,
+    why_not_cache,
+    why_not_model,
+    why_not_now,
+)  # fmt: skip
 from .late import EOS, LENGTH, UTILS, Draws
-from .lookup import Drafter, Lookup, NotServed, Pace
+from .lookup import Drafter, Lookup, NotServed, Pace, weights_read
 from .mtp import MOST, Mtp
 from .mtp_rounds import MtpRounds
 from .reading import Reader, last_hidden
 from .rounds import Round
 from .row_choice import RowChoice, rows_choice
 from .rows import TakesBack, why_not_rows, with_rows
-from .static_cache import PREPARE, TooLong, _slides, with_static_cache
+from .static_cache import TooLong, _slides, with_static_cache
 
 # arguments of generate's loop that are not the model's
 LOOPS = ("synced_gpus", "streamer", "inputs_tensor", "assistant_model", "assistant_tokenizer",
@@ -113,8 +121,7 @@ def why_not_loop(model: nn.Module, ids: torch.Tensor, config: Any, around: dict)
 def _with_cache(model: nn.Module, ids: torch.Tensor, config: Any, given: dict, count: int) -> dict:
     """The arguments of the model with a static cache of our own, which has a slot for each draft
     behind the longest text."""
-    name = next((name for name in CACHE_NAMES if given.get(name) is not None), None)
-    cache, slots = given.get(name), getattr(config, "max_length", None)
+    (name, cache), slots = cache_among(given), getattr(config, "max_length", None)
     if type(slots) is not int:
         raise NotServed
     longer = copy.copy(config)
@@ -173,7 +180,8 @@ class Loop:
         device = reader.ids.device
         generator = Graph.generator(device) if choice.choice.draws else None
         self.draws = None if generator is None else Draws(generator)
-        self.pace = Pace(drafter.takes)
+        more = weights_read(reader.model, 1 + drafter.count) / weights_read(reader.model) - 1
+        self.pace = Pace(drafter.takes + more / 2)  # half of a token's time is not that of weights
         self.rounds: dict = {}  # by the number of tokens
         self.now: Optional[Round] = None
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..layers.plain import named_modules
 from .draft_loop import drafted
-from .graph_rules import CACHE_NAMES, CACHES
+from .graph_rules import CACHES, cache_among
 from .late import UTILS, Generate, view_class, view_of
 from .lookup import NotServed
 from .mtp import MOST, Mtp, MtpDrafts
@@ -95,8 +95,7 @@ def _view_class(own: type) -> type:
             pass
         if not stateful:
             return own._assisted_decoding(self.viewed, *args, **given)
-        cache = next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
-        if cache is not None:
+        if (cache := cache_among(given)[1]) is not None:
             go_back(cache)
         return own._assisted_decoding(self, *args, **given)
 

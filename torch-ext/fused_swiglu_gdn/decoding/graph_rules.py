@@ -3,7 +3,7 @@
 Each function returns the reason, or None if a graph may be used.
 """
 
-from typing import Any, Callable, List, Optional
+from typing import Any, Callable, List, Optional, Tuple
 
 import torch
 from torch import nn
@@ -16,11 +16,19 @@ from .watch import COUNT, PLAIN
 IDLE = ("transformers.utils.output_capturing", rehearsal.__name__)  # modules of hooks
 CACHES = "transformers.cache_utils"
 CACHE_NAMES = ("cache", "past_key_values")  # of a model's argument, newest releases first
+PREPARE = "prepare_inputs_for_generation"
+LINEAR = "LinearAttentionLayer"  # cache layers with a recurrent state
 LAYERS = (
-    "StaticLayer", "StaticSlidingWindowLayer", "LinearAttentionLayer",
+    "StaticLayer", "StaticSlidingWindowLayer", LINEAR,
     "LinearAttentionAndStaticFullAttentionLayer",
     "LinearAttentionAndStaticSlidingWindowAttentionLayer",
 )  # fmt: skip
+
+
+def cache_among(given: dict) -> Tuple[Optional[str], Any]:
+    """(name, cache) of the argument of a model that is its cache; both None without one."""
+    found = ((name, given[name]) for name in CACHE_NAMES if given.get(name) is not None)
+    return next(found, (None, None))
 
 
 def why_not_model(model: nn.Module) -> Optional[str]:
@@ -80,6 +88,15 @@ def why_not_cache(cache: Any) -> Optional[str]:
             return f"its cache has a layer that is a {kind.__name__}"
         if getattr(layer, "record_past", False):
             return "its cache records the past"
+    return None
+
+
+def why_not_states(cache: Any) -> Optional[str]:
+    """Reason why recurrent states of the cache are not in layers that are known, or None."""
+    for layer in cache.layers:
+        kind = type(layer).__name__
+        if "Linear" in kind and (kind != LINEAR or layer.number_of_states != 1):
+            return f"its cache has a layer that is a {kind}"
     return None
 
 

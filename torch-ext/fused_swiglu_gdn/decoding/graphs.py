@@ -19,8 +19,8 @@ from .ahead import MASK, Ahead, Masks, Update, ahead_of, restore_ahead, serve_ah
 from .capture import Graph
 from .choosing import Choice, Chooser, Token
 from .graph_rules import (
-    CACHE_NAMES,
     PASSING,
+    cache_among,
     why_eager,
     why_not_cache,
     why_not_model,
@@ -299,10 +299,10 @@ class Decoding(InPlace):
         return model.__call__
 
     def step(self, **inputs):
-        name = next((name for name in CACHE_NAMES if inputs.get(name) is not None), None)
+        name, cache = cache_among(inputs)
         if name is None:
             return self.model(**inputs)
-        cache = inputs.pop(name)
+        del inputs[name]
         step = self.steps.get(cache)
         if step is None:
             step = self.steps[cache] = Step(cache, name, loops=True)

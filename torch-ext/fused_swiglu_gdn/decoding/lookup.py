@@ -5,6 +5,7 @@ import statistics
 from typing import Dict, List, Sequence, Tuple, Union
 
 import torch
+from torch import nn
 
 
 class NotServed(Exception):
@@ -62,20 +63,34 @@ class Lookup(Drafter):
         return found
 
 
+def weights_read(model: nn.Module, tokens: int = 1) -> float:
+    """Number of weights that a call of so many tokens reads, embeddings apart: of experts those
+    that the tokens choose, each independently of the others."""
+    config = model.config.get_text_config(decoder=True)
+    chosen, read = getattr(config, "num_experts_per_tok", None), 0.0
+    for module in model.modules():
+        own = {} if isinstance(module, nn.Embedding) else module._parameters
+        stacked = chosen and own.get("down_proj") is not None  # [experts, ..], as all beside it
+        for x in own.values():
+            if x is not None:
+                read += x.numel() * (1 - (1 - chosen / len(x)) ** tokens if stacked else 1)
+    return read
+
+
 class Pace:
     """Decides whether drafts are worth a round.
 
     A round of several tokens takes longer than one token: WORTH of it, an estimate for one H200,
-    and what its drafts take, in the same unit. Where rounds gave fewer tokens each, the next REST
-    tokens come one by one, and twice as many when that happens again. A few rounds tell it where
-    hardly any draft is right: the latest WINDOW by half of what a round is to add to a token, and
-    four times as many by all of it.
+    and `more`, for its drafts and for experts, in the same unit. Where rounds gave fewer tokens
+    each, the next REST tokens come one by one, and twice as many when that happens again. A few
+    rounds tell it where hardly any draft is right: the latest WINDOW by half of what a round is to
+    add to a token, and four times as many by all of it.
     """
 
     WORTH, WINDOW, REST = 1.2, 8, 64
 
-    def __init__(self, drafts: float = 0.0):
-        self.worth = self.WORTH + drafts
+    def __init__(self, more: float = 0.0):
+        self.worth = self.WORTH + more
         self.latest: List[int] = []
         self.waits, self.rest = 0, self.REST
         self.without = 0  # tokens since there was a draft

@@ -13,7 +13,7 @@ from torch import nn
 
 from .choosing import Choice
 from .graph_rules import CACHES
-from .lookup import Drafter
+from .lookup import Drafter, weights_read
 from .mtp import Mtp
 from .row_choice import RowChoice
 
@@ -38,8 +38,7 @@ class MtpRounds(Drafter):
         self.slots = torch.arange(slots, device=head.device)
         self.choice: Optional[RowChoice] = None
         self.latest: tuple = ()  # after's arguments for the latest token that was read alone
-        sizes = [sum(x.numel() for x in m.parameters()) for m in (mtp, model.lm_head, model)]
-        self.takes = self.count * (sizes[0] + sizes[1]) / sizes[2]
+        self.takes = self.count * (weights_read(mtp) + head.numel()) / weights_read(model)
 
     @torch.no_grad()
     def read(self, ids: torch.Tensor, token: torch.Tensor, hidden: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ from typing import Any, List
 import torch
 from torch import nn
 
-from .graph_rules import CACHE_NAMES
+from .graph_rules import cache_among
 from .static_cache import check_length
 
 
@@ -17,8 +17,7 @@ class Reader:
 
     def __init__(self, model: nn.Module, ids: torch.Tensor, given: dict):
         self.model, self.ids, self.given = model, ids, given
-        self.name = next(name for name in CACHE_NAMES if given.get(name) is not None)
-        self.cache = given[self.name]
+        self.name, self.cache = cache_among(given)
         self.out: Any = None  # the model's output for the prompt
 
     def prompt(self) -> Any:

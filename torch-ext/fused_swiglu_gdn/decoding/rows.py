@@ -16,9 +16,8 @@ from torch import nn
 
 from ..layers.norm import serves
 from ..layers.plain import named_modules, served_as
-from .graph_rules import CACHES
+from .graph_rules import CACHES, LINEAR, why_not_states
 
-LINEAR = "LinearAttentionLayer"  # cache layers with a recurrent state
 # layers of ours that keep the state after each token -> also where there are no kernels
 KEEPING = {"GatedDeltaNet": True, "KimiDeltaAttention": False}
 
@@ -136,10 +135,9 @@ def why_not_rows(cache: Any, model: nn.Module) -> Optional[str]:
         isinstance(getattr(x, "cumulative_length", None), torch.Tensor) for x in cache.layers
     ):
         return "it has no attention, which knows the length"
-    for layer in cache.layers:
-        kind = type(layer).__name__
-        if "Linear" in kind and (kind != LINEAR or layer.number_of_states != 1):
-            return f"its cache has a layer that is a {kind}"
+    reason = why_not_states(cache)
+    if reason is not None:
+        return reason
     if sum(type(layer).__name__ == LINEAR for layer in cache.layers) != keeping(model):
         return "a layer with a recurrent state is not served"
     return None

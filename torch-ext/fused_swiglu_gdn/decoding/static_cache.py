@@ -12,7 +12,14 @@ import torch
 from torch import nn
 
 from .capture import Graph
-from .graph_rules import CACHE_NAMES, CACHES, why_not_cache, why_not_model, why_not_now
+from .graph_rules import (
+    CACHE_NAMES,
+    CACHES,
+    PREPARE,
+    why_not_cache,
+    why_not_model,
+    why_not_now,
+)  # fmt: skip
 
 # what a call asks for, if it asks for a cache of its own or for what no replay gives
 ASKED = (
@@ -24,9 +31,6 @@ PAYS = 16  # new tokens: a graph is captured for each call of generate
 # An estimate for an H200: 5 ms more a layer for 8192 tokens, and .3 ms a layer saved by a replay.
 PAIRS = 2**21  # pairs of a prompt's tokens that a new token pays for
 PART = 8  # of the device's memory, which the cache may take
-
-
-PREPARE = "prepare_inputs_for_generation"
 
 
 class TooLong(Exception):
