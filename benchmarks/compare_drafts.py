@@ -3,22 +3,25 @@
     python benchmarks/compare_drafts.py [--cases qwen:1 llama:1 kimi:1 moe:1 qwen:mtp
                                                  llama32:assistant] [--wait-for FILE]
 
-Random weights, bf16, greedy, as compare_generate.py has them, but for 512 tokens: what is not a
-token's, the capture of two graphs above all, is subtracted, and its spread is divided by their
-number. Compares tokens without drafts with those of rounds of three drafts, which an oracle makes
-so that each is right at a rate of 0, .7 and 1, in turns; and the graph of four tokens with that of
-one. Random weights repeat no text, so drafts by lookup in a real text are another measurement, with
-a trained model. `qwen:mtp` and `llama32:assistant` do so with drafts of an MTP layer and of a
-smaller model, both of random weights, which are computed and then replaced by an oracle's.
+Random weights, bf16, greedy, as compare_generate.py has them, but for 512 tokens (256 in 32
+layers): what is not a token's, the capture of two graphs above all, is subtracted, and its spread
+is divided by their number. The turn that compiles is one of 48 tokens, and three are timed.
+Compares tokens without drafts with those of rounds of three drafts, which an oracle makes so that
+each is right at a rate of 0, .7 and 1, in turns; and the graph of four tokens with that of one.
+Random weights repeat no text, so drafts by lookup in a real text are another measurement, with a
+trained model: that of drafts_of_text.py. `qwen:mtp` and `llama32:assistant` do so with drafts of an
+MTP layer and of a smaller model, both of random weights, which are computed and then replaced by an
+oracle's. A row has the date of its process: a case alone takes 20 to 50 seconds.
 """
 
 import contextlib
+import datetime
 import random
 import statistics
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Optional
+from typing import Callable, Dict, Optional
 
 import model_cases
 import torch
@@ -31,7 +34,9 @@ ONE_B = {  # sizes of Llama 3.2 1B
     "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64,
     "tie_word_embeddings": True,
 }  # fmt: skip
-NEW = 512  # tokens
+NEW, WARM, SOME = 512, 48, 160  # tokens: timed, of the first turn, where a graph alone is timed
+FEWER = {"llama32": 256}  # timed of a large model
+TURNS = 3
 
 
 def oracle_of(drafter: type, truth: list, rate: float):
@@ -70,12 +75,25 @@ def round_us(round, tokens: int) -> float:
     return statistics.median(times)
 
 
-def ids_of(model, batch: int, **words) -> list:
-    found = model.generate(
-        prompt_of(batch), max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=2**31,
-        cache_implementation="static", **words,
-    )  # fmt: skip
-    return found[0].tolist()
+def timed(name: str, ways: Dict[str, Callable], begin: Optional[Path]) -> dict:
+    """A row of ways, which are functions of the number of new tokens."""
+    first = {each: partial(way, WARM) for each, way in ways.items()}
+    ways = {each: partial(way, FEWER.get(name, NEW)) for each, way in ways.items()}
+    row = row_of(name, 1, in_turns(ways, begin, TURNS, first))
+    return {**row, "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")}
+
+
+def graphs_us(model, back: type, rounds: dict, **words) -> dict:
+    """Of the rounds that a generate of SOME tokens makes: microseconds of each one's graph."""
+    leave, back.leave = back.leave, lambda self: None  # the graphs read what it gives back
+    try:
+        model.generate(
+            prompt_of(1), max_new_tokens=SOME, do_sample=False, pad_token_id=0,
+            eos_token_id=2**31, cache_implementation="static", **words,
+        )  # fmt: skip
+        return {str(T): round_us(x, PROMPT) for T, x in sorted(rounds.items())}
+    finally:
+        back.leave = leave
 
 
 @contextlib.contextmanager
@@ -162,7 +180,7 @@ def helped(package, truth: list, name: str, kind: str, begin: Optional[Path] = N
             super().__init__(*given)
             rounds[self.T] = self
 
-    def way(rate: float) -> float:
+    def way(rate: float, new: int) -> float:
         taken[rate] = []
 
         class Noting(pace):
@@ -173,34 +191,31 @@ def helped(package, truth: list, name: str, kind: str, begin: Optional[Path] = N
         drafts(truth, rate)
         loop.Pace = Noting
         try:
-            return token_us(model.generate, 1, NEW, **words)
+            return token_us(model.generate, 1, new, **words)
         finally:
             loop.Pace = pace
 
     for each, change in changes.items():
         setattr(drafter, each, change)
     try:
-        ways = {"without drafts": lambda: token_us(model.generate, 1, NEW)}
+        ways = {"without drafts": partial(token_us, model.generate, 1)}
         ways.update({f"drafts, {rate:g} right": partial(way, rate) for rate in (0.0, 0.7, 1.0)})
-        row = row_of(name, 1, in_turns(ways, begin))
+        row = timed(name, ways, begin)
         row["what"] = f"{MODELS[name][0]}, {count} drafts of {HELPERS[kind][1]}"
         row["tokens_a_round"] = {f"{rate:g}": statistics.mean(x) for rate, x in taken.items() if x}
         back = sys.modules[f"{package.__name__}.decoding.rows"].TakesBack
-        loop.Round, leave, back.leave = Seen, back.leave, lambda self: None
-        try:
-            drafts(truth, 0.0)  # after 8 rounds it is one token a time
-            ids_of(model, 1, **words)
-            row["graph_us"] = {str(T): round_us(x, PROMPT) for T, x in sorted(rounds.items())}
-        finally:
-            loop.Round, back.leave = own_round, leave
+        loop.Round = Seen
+        drafts(truth, 0.0)  # after 8 rounds it is one token a time
+        row["graph_us"] = graphs_us(model, back, rounds, **words)
     finally:
+        loop.Round = own_round
         for each, own in before.items():
             setattr(drafter, each, own)
     return row
 
 
 @torch.no_grad()
-def drafted(package, truth: list, name: str, batch: int, begin: Optional[Path] = None) -> dict:
+def drafted(package, truth: list, name: str, begin: Optional[Path] = None) -> dict:
     """Greedy tokens without drafts and with those of an oracle, and what its graphs take."""
     model = model_of(name)
     print(package.kernelize(model, cuda_graphs=True), flush=True)
@@ -223,35 +238,33 @@ def drafted(package, truth: list, name: str, batch: int, begin: Optional[Path] =
 
         return Noting
 
-    def way(rate: float) -> float:
+    def way(rate: float, new: int) -> float:
         taken[rate] = []
         loop.Lookup, loop.Pace = oracle_of(loop.Drafter, truth, rate), noting(taken[rate])
-        return token_us(model.generate, batch, NEW, **words)
+        return token_us(model.generate, 1, new, **words)
 
-    ways = {"without drafts": lambda: token_us(model.generate, batch, NEW)}
+    ways = {"without drafts": partial(token_us, model.generate, 1)}
     ways.update({f"drafts, {rate:g} right": partial(way, rate) for rate in (0.0, 0.7, 1.0)})
-    row = row_of(name, batch, in_turns(ways, begin))
+    row = timed(name, ways, begin)
     row["what"] = f"{MODELS[name][0]}, {DRAFTS} drafts by lookup"
     row["tokens_a_round"] = {f"{rate:g}": statistics.mean(x) for rate, x in taken.items() if x}
-    loop.Round, leave = Seen, rows.TakesBack.leave
-    rows.TakesBack.leave = lambda self: None  # the graphs read what it gives back
+    loop.Round = Seen
     try:
         loop.Lookup = oracle_of(loop.Drafter, truth, 0.0)  # after 8 rounds it is one token a time
-        token_us(model.generate, batch, **words)
-        row["graph_us"] = {str(T): round_us(x, PROMPT) for T, x in sorted(rounds.items())}
+        row["graph_us"] = graphs_us(model, rows.TakesBack, rounds, **words)
     finally:
-        rows.TakesBack.leave, loop.Round = leave, own
+        loop.Round = own
     return row
 
 
 def rows(package, options):
     for case in options.cases or CASES:
-        name, batch = case.split(":")
+        name, kind = case.split(":")
         with given_text(package) as text:
-            if batch in HELPERS:
-                yield helped(package, text, name, batch, options.wait_for)
+            if kind in HELPERS:
+                yield helped(package, text, name, kind, options.wait_for)
             else:
-                yield drafted(package, text, name, int(batch), options.wait_for)
+                yield drafted(package, text, name, options.wait_for)
         torch.cuda.empty_cache()
 
 

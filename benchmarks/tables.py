@@ -275,6 +275,25 @@ def of_drafts(record: dict) -> str:
     )  # fmt: skip
 
 
+def of_drafts_of_text(record: dict) -> str:
+    """Tokens of a trained model with drafts of each kind, and how many of these are right."""
+    rows = []
+    for row in record["rows"]:
+        us = row["us"]
+        for way, t in us.items():
+            facts = [row[key].get(way) for key in ("without_a_round", "as_the_text")]
+            rows.append(
+                [f"{row['what']}: {way}", f"{t:.0f}", f"{us['without drafts'] / t:.2f}",
+                 *cells(row["tokens_a_round"], [way], "{:.2f}"),
+                 *("" if x is None else f"{100 * x:.0f} %" for x in facts)]
+            )  # fmt: skip
+    return table(
+        ["", "a token, us", "speed-up", "tokens a round", "tokens without a round",
+         "bytes that are the text's"],
+        rows,
+    )  # fmt: skip
+
+
 def of_parallel(record: dict) -> str:
     """Ours in its ways beside one GPU or NCCL or transformers, and beside FLA where it is."""
     ways = {"ours": "ours, us", "ours, zigzag": "zigzag, us", "ours, a call by itself": "alone, us"}
