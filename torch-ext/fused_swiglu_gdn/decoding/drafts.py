@@ -84,8 +84,8 @@ def serve_drafts(model: nn.Module) -> None:
 
 @functools.cache
 def _view_class(own: type) -> type:
-    """Of a model for transformers' generate that shares the model's attributes and is not
-    stateful."""
+    """Returns a class for transformers' generate, whose models share a model's attributes and are
+    not stateful."""
     stateful = getattr(own, "_is_stateful", False)
 
     def decode(self, *args, **given):
