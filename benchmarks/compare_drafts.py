@@ -26,7 +26,7 @@ from typing import Callable, Dict, Optional
 import model_cases
 import torch
 from compare_generate import MODELS, PROMPT, in_turns, model_of, prompt_of, row_of, token_us
-from runner import DEVICE, run
+from runner import DEVICE, kernelized, run
 
 CASES = ["qwen:1", "llama:1", "kimi:1", "moe:1", "qwen:mtp", "llama32:assistant"]
 DRAFTS = 3  # of a round
@@ -163,7 +163,7 @@ def helped(package, truth: list, name: str, kind: str, begin: Optional[Path] = N
     """Greedy tokens without drafts, and with those of a helper, of which an oracle says how many
     are right."""
     model = model_of(name)
-    print(package.kernelize(model, cuda_graphs=True), flush=True)
+    kernelized(package, model, cuda_graphs=True)
     loop = sys.modules[f"{package.__name__}.decoding.draft_loop"]
     table = torch.zeros(PROMPT + NEW + 64, dtype=torch.int64, device=DEVICE)
     helper, drafter, changes, count = HELPERS[kind][0](package, model, table)
@@ -218,7 +218,7 @@ def helped(package, truth: list, name: str, kind: str, begin: Optional[Path] = N
 def drafted(package, truth: list, name: str, begin: Optional[Path] = None) -> dict:
     """Greedy tokens without drafts and with those of an oracle, and what its graphs take."""
     model = model_of(name)
-    print(package.kernelize(model, cuda_graphs=True), flush=True)
+    kernelized(package, model, cuda_graphs=True)
     loop, rows = (sys.modules[f"{package.__name__}.decoding.{x}"] for x in ("draft_loop", "rows"))
     own, pace, rounds, taken = loop.Round, loop.Pace, {}, {}
     words = {"prompt_lookup_num_tokens": DRAFTS}

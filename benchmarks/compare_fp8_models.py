@@ -21,7 +21,7 @@ from compare_fp8 import PEER, in_fp8, stand_in_for_hub
 from compare_generate import TURNS, decode_with_fla, graph_us
 from kernel_time import in_turns, memory, wall
 from model_cases import PROMPT, model_of, prompts, tokens
-from runner import relative_error, run
+from runner import kernelized, relative_error, run
 
 TITLES = {"llama": "Llama, 8 layers", "qwen3_5": "Qwen3.5, 16 layers"}
 EAGER, GRAPHED = 16, (1, 64)  # sequences
@@ -48,7 +48,7 @@ def rows_of(package, name: str):
         )
     before = torch.cuda.memory_allocated()
     for side in ("ours", "ours, bf16"):
-        print(package.kernelize(models[side], cuda_graphs=True), flush=True)
+        kernelized(package, models[side], cuda_graphs=True)
     kernelize_mib = (torch.cuda.memory_allocated() - before) / 2**20
     title, calls = TITLES[name], prompts(models)
     error = {n: call().double() for n, call in calls.items()}

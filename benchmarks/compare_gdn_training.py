@@ -15,7 +15,7 @@ import torch
 from kernel_time import memory, milliseconds
 from model_cases import LAYER, PROMPT, randomize
 from peers import install_fla_convolution, lift_fla_guard, warm_up
-from runner import relative_error, run
+from runner import kernelized, relative_error, run
 
 
 def layer():
@@ -50,7 +50,7 @@ def rows(package, options):
         warm_up()
     before = layer()
     modules = {"before": before, "after": copy.deepcopy(before)}
-    print(package.kernelize(modules["after"], mode="training"))
+    kernelized(package, modules["after"], mode="training")
     x, dy = tensors()
     found = [step(module, x, dy) for module in modules.values()]
     row = {"tokens": PROMPT, "largest_difference": max(map(relative_error, *found))}

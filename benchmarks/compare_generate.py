@@ -35,7 +35,7 @@ import model_cases
 import torch
 from kernel_time import seconds
 from peers import install_fla_convolution, thin_autotuning
-from runner import DEVICE, run, wait_for
+from runner import DEVICE, kernelized, run, wait_for
 
 PROMPT, NEW, EAGER = 512, 128, 48  # tokens; EAGER of the slow ways
 SHORT = 16  # tokens of the calls whose time is subtracted
@@ -173,7 +173,7 @@ def graph_us(model, batch: int) -> float:
 def looped(package, name: str, batch: int, begin: Optional[Path] = None) -> list:
     """Graphed tokens in our loop, in one that waits for each of them, and by themselves."""
     model = model_of(name)
-    print(package.kernelize(model, cuda_graphs=True), flush=True)
+    kernelized(package, model, cuda_graphs=True)
     waiting = type(model).generate.__get__(model)
     ways = {
         "ours": lambda: token_us(model.generate, batch),
@@ -195,7 +195,7 @@ CHOSEN = {  # how tokens are chosen
 def chosen(package, name: str, batch: int, begin: Optional[Path] = None) -> list:
     """Tokens that the graph chooses, and those that the loop chooses of the graph's logits."""
     model = model_of(name)
-    print(package.kernelize(model, cuda_graphs=True), flush=True)
+    kernelized(package, model, cuda_graphs=True)
     late = sys.modules[f"{package.__name__}.decoding.late"]
     hands_on = late.hands_on
 
@@ -228,8 +228,8 @@ def plainly(package, name: str, batch: int, prompt: int, new: int) -> list:
         return seconds(partial(model.generate, ids, **words)) * 1e6
 
     ways = {
-        "ours": lambda: way(partial(package.kernelize, cuda_graphs=True)),
-        "ours, eager": lambda: way(package.kernelize),
+        "ours": lambda: way(partial(kernelized, package, cuda_graphs=True)),
+        "ours, eager": lambda: way(partial(kernelized, package)),
         "transformers": lambda: way(lambda model: None),
     }
     row = row_of(name, batch, in_turns(ways))
@@ -238,7 +238,7 @@ def plainly(package, name: str, batch: int, prompt: int, new: int) -> list:
 
 
 def compile_all(package, model, batch: int) -> None:
-    package.kernelize(model, cuda_graphs=True)
+    kernelized(package, model, cuda_graphs=True)
     for prompt in (PROMPT, PROMPT // 2):
         generate(model, batch + 2 * (prompt < PROMPT), 4, prompt)
     package.restore(model)
@@ -252,7 +252,7 @@ def replayed(package, name: str, batch: int, begin: Optional[Path] = None) -> li
     model = model_of(name)
 
     def way(rows: int) -> float:
-        package.kernelize(model, cuda_graphs=True, replay=rows)
+        kernelized(package, model, cuda_graphs=True, replay=rows)
         return token_us(model.generate, batch)
 
     ways = {"ours": lambda: way(0), "ours, replay": lambda: way(16)}
@@ -299,7 +299,7 @@ def compare(package, name: str, batch: int, without, begin: Optional[Path] = Non
         del model._compiled_call
     if "transformers" not in without:
         plain["transformers"] = way("transformers", EAGER, disable_compile=True)
-    print(package.kernelize(model, cuda_graphs=True), flush=True)
+    kernelized(package, model, cuda_graphs=True)
     ours["ours"] = way("ours")
     plain["ours"] = way("ours, eager", EAGER, disable_compile=True)
     rows = []

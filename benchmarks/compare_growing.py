@@ -20,7 +20,7 @@ from typing import Callable, Iterator, Optional
 import torch
 from compare_generate import MODELS, decode_with_fla, in_turns, model_of, prompt_of
 from kernel_time import microseconds, seconds
-from runner import relative_error, run, submodule
+from runner import kernelized, relative_error, run, submodule
 
 HEADS = ((32, 8, 128), (32, 32, 128), (16, 4, 256), (32, 8, 64))  # of q, of k; dim
 SIZES = ((1, 600, ""), (1, 8000, ""), (16, 2000, ""), (16, 2000, ", padded"), (64, 600, ""))
@@ -118,7 +118,7 @@ def model_rows(package, cases):
     def way(model, batch: int, lengths, decodes: Optional[Callable]) -> float:
         if decodes is None:
             return token_us(model, batch, lengths)
-        package.kernelize(model)
+        kernelized(package, model)
         attention._decodes = decodes
         try:
             return token_us(model, batch, lengths)

@@ -15,7 +15,7 @@ import torch
 from kernel_time import graphed, in_turns, kernels_of, wall
 from model_cases import LAYER, PROMPT, model_of, prompts, tokens
 from peers import install_fla_convolution, warm_up
-from runner import load_package, relative_error, run
+from runner import kernelized, load_package, relative_error, run
 
 KINDS = {  # option -> models, and the batches of their tokens
     "layer": (("layer",), (1, 64, 256)),
@@ -28,9 +28,7 @@ ARGUMENTS = {f"--{kind}": {"action": "store_true", "help": f"the {kind} alone"} 
 def both(package, name: str) -> dict:
     before = model_of(name)
     after = copy.deepcopy(before)
-    report = package.kernelize(after)
-    print(report, flush=True)
-    assert report.served
+    assert kernelized(package, after).served
     return {"before": before, "after": after}
 
 

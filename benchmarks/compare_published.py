@@ -2,7 +2,7 @@
 
     python benchmarks/compare_published.py [--model Qwen3-30B-A3B Qwen3.5-9B] [--batch 1 16]
                                            [--what first token] [--peers liger compile]
-                                           [--every N] [--json FILE]
+                                           [--without transformers] [--every N] [--json FILE]
 
 Random weights in bf16, made on the GPU. Every side has the same weights, in the same memory, and
 generates greedily: transformers on its dynamic cache, with FLA's kernels in Gated DeltaNet layers;
@@ -29,7 +29,7 @@ from compare_whole import with_liger
 from kernel_time import seconds
 from model_cases import PROMPT, model_of
 from peers import install_fla_convolution, lift_fla_guard, share_autotuning
-from runner import DEVICE, run
+from runner import DEVICE, kernelized, run
 
 MODELS = {  # the model's name in model_cases.FAMILIES, and in Liger
     "Qwen3-30B-A3B": ("whole Qwen3-30B-A3B", "qwen3_moe"),
@@ -40,6 +40,7 @@ ARGUMENTS = {
     "--what": {"nargs": "+", "choices": ["first", "token"], "default": ["first", "token"]},
     "--batch": {"nargs": "+", "type": int, "default": [1, 16], "help": "of tokens"},
     "--peers": {"nargs": "+", "choices": ["compile", "liger"], "default": ["liger"]},
+    "--without": {"nargs": "+", "default": [], "help": "sides that are left out"},
     "--every": {"type": int, "default": 1},
 }
 LENGTH, TURNS = 512, 3
@@ -58,12 +59,13 @@ def generate(model, ids: torch.Tensor, **words):
     return model.generate(ids, **words)
 
 
-def sides(package, model, liger: str, peers: list) -> Dict[str, Callable]:
+def sides(package, model, liger: str, options) -> Dict[str, Callable]:
     """generate of each side."""
+    peers = options.peers
     model.generation_config.eos_token_id = None
     graphs, eager = sharing(model), sharing(model)
-    print(package.kernelize(graphs, cuda_graphs=True), flush=True)
-    package.kernelize(eager)
+    kernelized(package, graphs, cuda_graphs=True)
+    kernelized(package, eager)
     ways = {"ours": graphs, "ours, without graphs": eager, "transformers": model}
     found = {name: partial(generate, model) for name, model in ways.items()}
     if "liger" in peers:
@@ -75,7 +77,7 @@ def sides(package, model, liger: str, peers: list) -> Dict[str, Callable]:
             print("liger:", repr(why)[:300], flush=True)
     if "compile" in peers:
         found["compile"] = partial(generate, sharing(model))
-    return found
+    return {name: way for name, way in found.items() if name not in options.without}
 
 
 def called(way: Callable, ids: torch.Tensor, new: int, **words) -> float:
@@ -149,7 +151,7 @@ def rows_of(package, name: str, options):
     title = f"{name}, {layers} layers"
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{title}: {parameters / 1e9:.2f} billion parameters", flush=True)
-    ways = sides(package, model, liger, options.peers)
+    ways = sides(package, model, liger, options)
     words = model.config.vocab_size
     ids = torch.randint(5, words, (1, PROMPT), device=DEVICE)
     prompts = {n: way for n, way in ways.items() if n not in ("ours, without graphs", "compile")}

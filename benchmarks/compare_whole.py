@@ -30,7 +30,7 @@ import torch
 from kernel_time import in_turns, kernels_of, memory, wall
 from model_cases import PROMPT, model_of, prompts, tokens
 from peers import install_fla_convolution, lift_fla_guard, share_autotuning, working
-from runner import run, wait_for
+from runner import kernelized, run, wait_for
 
 ARGUMENTS = {
     "--model": {"nargs": "+", "default": ["llama", "qwen3_5"]},
@@ -139,10 +139,10 @@ def rows_of(package, name: str, what: str, options):
     training = what == "training"
     model = model_of(name, cast=True).train(training)
     models, around = {"transformers": model, "ours": copy.deepcopy(model)}, {}
-    print(package.kernelize(models["ours"]), flush=True)
+    kernelized(package, models["ours"])
     if training and "liger" in options.peers:  # whose loss this is
         models["ours, loss=True"] = copy.deepcopy(model)
-        package.kernelize(models["ours, loss=True"], loss=True)
+        kernelized(package, models["ours, loss=True"], loss=True)
     for peer, more in LIGER.items() if "liger" in options.peers else ():
         if training or not more:
             models[peer] = copy.deepcopy(model)

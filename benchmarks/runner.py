@@ -77,6 +77,17 @@ def run(
         save(options.json, found, **options.facts)
 
 
+def kernelized(package, model, **options):
+    """kernelize, with its report printed. A module that a peer's patch keeps from being served
+    would be timed as ours: it ends the comparison."""
+    report = package.kernelize(model, **options)
+    print(report, flush=True)
+    patched = [f"{row.module}: {row.reason}" for row in report.left if "patched" in row.reason]
+    if patched:
+        raise RuntimeError(f"not all of it would be ours: {patched[0]}")
+    return report
+
+
 def line(row: dict) -> str:
     """A row as it is printed: every figure, and how many times as fast ours is as each peer."""
 

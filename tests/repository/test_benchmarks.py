@@ -314,3 +314,18 @@ def test_trials_of_a_tuner_are_shortened(monkeypatch):
     script("peers").shorten_autotuning(2, 7)
     call, how = tuner.do_bench("a trial", quantiles=(0.5, 0.2))
     assert (call, how) == ("a trial", {"quantiles": (0.5, 0.2), "warmup": 2, "rep": 7})
+
+
+def test_a_patched_module_is_not_timed_as_ours(kernel, monkeypatch):
+    """A function that no file holds, in the place of one that a layer calls."""
+    tiny_models = pytest.importorskip("tiny_models")
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    runner = importlib.import_module("runner")
+    model = tiny_models.random_model("llama")
+    modeling = sys.modules[type(model).__module__]
+    with kernel.use_reference():
+        runner.kernelized(kernel, model)
+        kernel.restore(model)
+        monkeypatch.setattr(modeling, "apply_rotary_pos_emb", lambda *arguments: arguments)
+        with pytest.raises(RuntimeError, match="self_attn.*apply_rotary_pos_emb, which is patched"):
+            runner.kernelized(kernel, model)
