@@ -21,6 +21,7 @@ import copy
 import gc
 import itertools
 import statistics
+import time
 from functools import partial
 from typing import Callable, Dict
 
@@ -117,8 +118,7 @@ def row_of(what: str, ways: Dict[str, Callable], clock: Callable):
 
     def row() -> dict:
         us = {name: statistics.median(found) for name, found in turns.items()}
-        more = {"first_s": first} if clock.func is first_of else {}
-        return {"what": what, "us": us, "turns": turns, "peak_GiB": peak, **more}
+        return {"what": what, "us": us, "turns": turns, "peak_GiB": peak, "first_s": first}
 
     def attempt(names: list) -> None:
         for turn, name in itertools.product(range(TURNS + 1), names):
@@ -127,9 +127,10 @@ def row_of(what: str, ways: Dict[str, Callable], clock: Callable):
             try:
                 if not turn:
                     torch.cuda.reset_peak_memory_stats()
+                began = time.perf_counter()
                 us = clock(name, ways[name])
                 if not turn:
-                    first[name] = us / 1e6
+                    first[name] = time.perf_counter() - began
                     peak[name] = torch.cuda.max_memory_allocated() / 2**30
                 else:
                     turns.setdefault(name, []).append(us)
@@ -162,7 +163,8 @@ def rows_of(package, name: str, options):
     for batch in options.batch if "token" in options.what else ():
         ids = torch.randint(5, words, (batch, LENGTH), device=DEVICE)
         clock = partial(token_of, ids, caches_of(model.config, ways))
-        row = row_of(f"{title}, a token, batch {batch}", ways, clock)
+        alone = "" if "transformers" in ways else ", on static caches alone"
+        row = row_of(f"{title}, a token, batch {batch}{alone}", ways, clock)
         yield next(row)
         later.append(row)
     for row in later:

@@ -235,7 +235,7 @@ def of_published(record: dict) -> str:
         by_way(record, key, head, form, lambda name: title_of(name, record))
         for key, head, form in (
             ("peak_GiB", "peak memory, GiB", "{:.1f}"),
-            ("first_s", "first call in the process, s", "{:.2f}"),
+            ("first_s", "first call (of a token: two) in the process, s", "{:.2f}"),
         )
     ]
     return "\n\n".join(shown)
