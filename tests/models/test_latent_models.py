@@ -152,6 +152,26 @@ def test_cache_is_theirs(name):
             assert torch.allclose(a.values, b.values, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", [transformers.DynamicCache, transformers.StaticCache])
+def test_caches_of_other_kinds(kind):
+    """What a class of one's own gives in an update is attended to, as the forward has it."""
+    model, served = models("glm4_moe_lite")
+    chunks, logged = chunks_of("glm4_moe_lite"), []
+
+    class Own(kind):
+        def update(self, *given, **named):
+            logged.append(1)
+            return super().update(*given, **named)
+
+    size = {"max_cache_len": 40} if kind is transformers.StaticCache else {}
+    wanted = logits(model, chunks, Own(config=model.config, **size))
+    with dispatch.force("reference"), dispatch.served() as record:
+        found = logits(served, chunks, Own(config=model.config, **size))
+    assert (found - wanted).abs().max() < LOGITS["cpu"]
+    assert served_calls(record) == (len(chunks) - 1) * layers_of(model)
+    assert len(logged) == 2 * len(chunks) * layers_of(model)
+
+
 @pytest.mark.parametrize("implementation", [None, "static"])
 @pytest.mark.parametrize("name", ["glm4_moe_lite", "minicpm3", "mistral4"])
 def test_generate(name, implementation):

@@ -10,7 +10,6 @@ rotary embedding, V of a value head, S slots of a cache.
 """
 
 import functools
-import sys
 from typing import Callable, NamedTuple, Optional, Tuple
 
 import torch
@@ -30,7 +29,7 @@ from .pinned import Pinned
 from .plain import PLAIN_TENSORS, parameters_of
 from .positions import scale_by_position
 from .projections import projections
-from .slots import is_transformers_own, slots_of
+from .slots import slots_of
 
 KERNEL = (ops.LATENT, "latent_attention")
 MOST = 8  # tokens: from some 170 on the expanded form takes fewer operations
@@ -74,6 +73,8 @@ def forward_of(form: LatentForm) -> Callable:
 class Call(NamedTuple):
     """A call that is ours."""
 
+    x: torch.Tensor
+    mask: Optional[torch.Tensor]
     function: Callable  # the attention function, and its keywords:
     words: dict
     more: dict
@@ -82,7 +83,7 @@ class Call(NamedTuple):
     past: object  # the cache
     index: object  # of its layer
     slots: object  # that layer, if it is a static one
-    weight: Optional[torch.Tensor]  # of kv_b, if the tokens attend to latents
+    few: bool  # tokens over a cache, by SDPA alone: they may attend to latents
 
     @property
     def scale(self) -> Optional[float]:
@@ -109,29 +110,34 @@ class LatentAttention:
         (B, T, _), parts, weights = x.shape, attention.__dict__["_modules"], None
         q, kv = self.projected(parts, x)
         q = q.view(B, T, -1, form.sizes[2] + form.sizes[1])
-        out = self.stepped(call, q, kv, given.get(form.mask))
+        slots, weight = call.slots, None
+        if slots is not None:
+            weight = self.weight(call, parts, slots.keys, slots.values)
+        out = None if weight is None else self.stepped(call, q, kv, weight)
         if out is None:
-            out, weights = self.attended(call, q, kv, attention, given, rest)
+            out, weights = self.attended(call, q, kv, weight, attention, given, rest)
         if form.gate is not None:
             out = out * torch.sigmoid(parts[form.gate](x).float()).to(x.dtype).unsqueeze(-1)
         out = out.reshape(B, T, -1).contiguous()
         return projections(out, parts[form.out], unpatched=True)[0], weights
 
-    def attended(self, call: "Call", q, kv, attention, given: dict, rest: dict) -> tuple:
+    def attended(self, call: "Call", q, kv, weight, attention, given: dict, rest: dict) -> tuple:
         """The heads' outputs, and the weights of attention or None: of latents, or of the keys and
-        values that are made of them."""
-        form, mask = self.form, given.get(self.form.mask)
+        values that are made of them. weight: of kv_b, if it is known that they are latents."""
+        form, parts = self.form, attention.__dict__["_modules"]
         latents, rotated, length = self.kept(call, q, kv, attention, given, rest)
         if form.positions is not None:
             scale = scale_by_position(given[form.positions], attention.config.rope_parameters)
             q = q * scale.to(q.dtype)
-        if call.weight is None:
-            k, v = self.expanded(attention.__dict__["_modules"], latents, rotated, q.shape[2])
+        if call.slots is None:
+            weight = self.weight(call, parts, latents, rotated)
+        if weight is None:
+            k, v = self.expanded(parts, latents, rotated, q.shape[2])
             words = {**call.words, **call.more}
-            return call.function(attention, q.transpose(1, 2), k, v, mask, **words)
+            return call.function(attention, q.transpose(1, 2), k, v, call.mask, **words)
         out = latent_attention_with_kvcache(
-            q, latents, rotated, call.weight, length, qk_nope_head_dim=form.sizes[2],
-            attention_mask=mask, softmax_scale=call.scale,
+            q, latents, rotated, weight, length, qk_nope_head_dim=form.sizes[2],
+            attention_mask=call.mask, softmax_scale=call.scale,
         )  # fmt: skip
         return out, None
 
@@ -139,8 +145,7 @@ class LatentAttention:
         self, attention: nn.Module, x: torch.Tensor, given: dict, rest: dict
     ) -> Optional["Call"]:
         """Everything that a call needs, or None if it is not one of ours."""
-        form, (C, R, _, _) = self.form, self.form.sizes
-        past, mask = given.get(form.cache), given.get(form.mask)
+        form, (C, R, _, _), past = self.form, self.form.sizes, given.get(self.form.cache)
         if form.positions is not None and given.get(form.positions) is None:
             return None
         if attention.training or x.ndim != 3 or not x.numel() or torch.is_grad_enabled():
@@ -155,28 +160,31 @@ class LatentAttention:
             return None
         words = self.words.made(attention, given, rest, own_tables)
         more, function = rest if form.rests else {}, self.interface.of(attention, given)
-        index, slots, weight, (B, T, _) = None, None, None, x.shape
+        index, slots, few, mask = None, None, False, given.get(form.mask)
         if past is not None:
             index = self.index.of(attention, given)
             slots = slots_of(past, index, x[:, :, None])
             drops = words.get("dropout") or more.get("dropout")
-            if T <= MOST and not drops and by_torch(function, words, more):
-                filled = slots.keys.shape[2] if slots is not None else _grown(past, index, x)
-                if filled is not None and _attends(mask, B, T, filled):
-                    weight = _weight(parts[form.kv_b], x)
-        return Call(function, words, more, tables, norm, past, index, slots, weight)
+            few = x.shape[1] <= MOST and not drops and by_torch(function, words, more)
+        return Call(x, mask, function, words, more, tables, norm, past, index, slots, few)
 
-    def stepped(self, call: "Call", q, kv, mask) -> Optional[torch.Tensor]:
+    def weight(self, call: "Call", parts: dict, latents, rotated) -> Optional[torch.Tensor]:
+        """The weight of kv_b, if the tokens attend to these latents and keys of a cache."""
+        if not call.few or not _attends(call.x, call.mask, latents, rotated):
+            return None
+        return _weight(parts[self.form.kv_b], call.x)
+
+    def stepped(self, call: "Call", q, kv, weight: torch.Tensor) -> Optional[torch.Tensor]:
         """The heads' outputs of tokens that are written to a static cache and attend to it, or None
         if that takes more than one operation."""
         form, slots = self.form, call.slots
-        if call.weight is None or slots is None or form.positions is not None:
+        if form.positions is not None:
             return None
         scale = q.shape[3] ** -0.5 if call.scale is None else float(call.scale)
-        weight, eps = call.norm[:2]
+        norm, eps = call.norm[:2]
         tensors = (
-            q, kv, weight, *call.tables, slots.keys, slots.values, call.weight,
-            slots.cumulative_length, mask,
+            q, kv, norm, *call.tables, slots.keys, slots.values, weight, slots.cumulative_length,
+            call.mask,
         )  # fmt: skip
         options = (form.sizes[2], scale, eps, form.rotary or "halves")
         step = ops.LATENT_STEP.serving(tensors, options)
@@ -284,33 +292,18 @@ def tables_of(form: LatentForm, tables, x: torch.Tensor, R: int) -> Optional[tup
     return cos, sin
 
 
-def _grown(cache, index: int, x: torch.Tensor) -> Optional[int]:
-    """The slots that the layer of a cache that grows has after an update with the tokens of x
-    [B, T, D]; None of any other cache."""
-    caches = sys.modules.get("transformers.cache_utils")
-    if caches is None or type(cache) not in (caches.Cache, caches.DynamicCache):
-        return None
-    if not is_transformers_own(caches, cache, caches.DynamicLayer):
-        return None
-    if index >= len(cache.layers):
-        return x.shape[1] if cache.layer_class_to_replicate is caches.DynamicLayer else None
-    layer = cache.layers[index]
-    if type(layer) is not caches.DynamicLayer or "update" in layer.__dict__:
-        return None
-    if not layer.is_initialized:
-        return x.shape[1]
-    keys = layer.keys
-    alike = type(keys) in PLAIN_TENSORS and keys.dtype is x.dtype and keys.device == x.device
-    if not alike or keys.ndim != 4 or keys.shape[:2] != (x.shape[0], 1):
-        return x.shape[1] if alike and not keys.numel() else None
-    return keys.shape[2] + x.shape[1]
-
-
-def _attends(mask, B: int, T: int, slots: int) -> bool:
-    """True for a mask that latent_attention_with_kvcache takes, or none for a single token."""
+def _attends(x: torch.Tensor, mask, latents, rotated) -> bool:
+    """True if latent_attention_with_kvcache takes these latents and keys of a cache, and a mask, or
+    none for a single token."""
+    (B, T, _), S = x.shape, latents.shape[2]
+    for tensor in (latents, rotated):
+        if type(tensor) not in PLAIN_TENSORS or tensor.shape[:3] != (B, 1, S) or tensor.ndim != 4:
+            return False
+        if tensor.dtype is not x.dtype or tensor.device != x.device:
+            return False
     if mask is None:
         return T == 1
-    if type(mask) not in PLAIN_TENSORS or mask.ndim != 4 or mask.shape[3] != slots:
+    if type(mask) not in PLAIN_TENSORS or mask.ndim != 4 or mask.shape[3] != S:
         return False
     plain = mask.dtype is torch.bool or mask.is_floating_point()
     return plain and mask.shape[0] in (1, B) and mask.shape[1] == 1 and mask.shape[2] in (1, T)

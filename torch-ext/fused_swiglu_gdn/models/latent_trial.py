@@ -81,8 +81,9 @@ class _Ours(LatentAttention):
         norm = attention.__dict__["_modules"][form.kv_norm].weight.to(x.dtype), 1e-6
         index = None if past is None else self.index.of(attention, given)
         words = self.words.made(attention, given, rest, own_tables)
-        known = self.interface.of(attention, given), words, rest if form.rests else {}
-        return Call(*known, tables, norm, past, index, slots=None, weight=None)
+        known = x, given.get(form.mask), self.interface.of(attention, given), words
+        more = rest if form.rests else {}
+        return Call(*known, more, tables, norm, past, index, slots=None, few=False)
 
 
 class LatentTrial(AttentionTrial):
