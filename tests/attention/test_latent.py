@@ -1,10 +1,12 @@
 """Latent attention of a few tokens over a cache: plain torch against keys and values that are made,
 kernels against plain torch in fp64, arguments, and both processors."""
 
+import functools
 import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import load_package, prepared, relative_error, submodule
 from interpreter import (  # noqa: F401
     DEVICE,
@@ -25,6 +27,12 @@ GPU_SIZES = [
     (1, 2, 128, 128, 64, 512, 128), (2, 1, 40, 64, 32, 256, 64), (70, 1, 5, 48, 16, 128, 48),
 ]  # fmt: skip
 ROTARY = ("halves", "pairs", "pairs_to_halves", None)
+
+
+def folders() -> tuple:
+    """Those of the implementations that are there."""
+    hopper = not INTERPRETING and torch.cuda.get_device_capability() == (9, 0)
+    return ("portable", "hopper") if hopper else ("portable",)
 
 
 def normal(*shape, seed=0, dtype=torch.float32, device="cpu"):
@@ -111,9 +119,7 @@ def test_kernels(sizes, parts, mask, filled, monkeypatch):
         x["q"] = joined[..., :-8].unflatten(-1, x["q"].shape[2:])
     names = ("q", "latents", "rotated", "weight", "cache_seqlens", "attention_mask")
     fields = (*map(x.get, names), x["qk_nope_head_dim"], scale)
-    for folder in ("portable",) if INTERPRETING else ("portable", "hopper"):
-        if folder == "hopper" and torch.cuda.get_device_capability() != (9, 0):
-            continue
+    for folder in folders():
         module = f"attention.{folder}.latent"
         stale = torch.full_like(x["latents"], float("nan")).repeat(1, 1, 9, 1)
         del stale  # for the allocator to hand out again
@@ -123,6 +129,52 @@ def test_kernels(sizes, parts, mask, filled, monkeypatch):
         if not INTERPRETING:
             again = prepared(module, "latent_attention", calls.LatentAttention, *fields)
             assert torch.equal(found, again)
+
+
+def expanded(q, latents, rotated, weight, *, qk_nope_head_dim: int, **_) -> torch.Tensor:
+    """As transformers computes it: keys and values of all slots, rounded, and SDPA."""
+    (B, _, H, _), S = q.shape, latents.shape[2]
+    kv = F.linear(latents, weight).view(B, S, H, -1).transpose(1, 2)
+    k = torch.cat([kv[..., :qk_nope_head_dim], rotated.expand(-1, H, -1, -1)], -1)
+    v = kv[..., qk_nope_head_dim:]
+    return F.scaled_dot_product_attention(q.transpose(1, 2), k, v).transpose(1, 2)
+
+
+@both_ways
+@pytest.mark.parametrize(
+    "sizes", [SIZES[0]] if INTERPRETING else [s for s in GPU_SIZES if s[1] == 1], ids=str
+)
+def test_error_beside_the_expanded_form(sizes, monkeypatch):
+    """No larger than that of keys and values that are made and rounded, both against fp64."""
+    monkeypatch.setattr(submodule("runtime.device"), "multiprocessor_count", lambda _: 7)
+    x = problem(sizes, S=300, dtype=HALF, device=DEVICE)
+    x["q"] *= 2
+    right = kernel.latent_attention_with_kvcache(**wide(x))
+    names = ("q", "latents", "rotated", "weight", "cache_seqlens", "attention_mask")
+    fields = (*map(x.get, names), sizes[3], x["q"].shape[-1] ** -0.5)
+    for folder in folders():
+        module = f"attention.{folder}.latent"
+        mine = prepared(module, "latent_attention", calls.LatentAttention, *fields)
+        assert relative_error(mine, right) <= 1.1 * relative_error(expanded(**x), right)
+
+
+@pytest.mark.gpu
+@compiled
+def test_memory_of_a_batch():
+    """16 sequences of 32768 slots: what is held beside the result, of 13.7 GiB of keys and values
+    that the expanded form makes."""
+    B, S, (_, T, H, N, R, C, V) = 16, 32768, GPU_SIZES[0]
+    make = functools.partial(torch.randn, device="cuda", dtype=HALF)
+    q, latents, rotated = make(B, T, H, N + R), make(B, 1, S, C), make(B, 1, S, R)
+    weight = make(H * (N + V), C) * C**-0.5
+    call = functools.partial(kernel.latent_attention_with_kvcache, qk_nope_head_dim=N)
+    call(q, latents, rotated, weight, torch.tensor(S, device="cuda"))
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call(q, latents, rotated, weight, torch.tensor(S, device="cuda"))
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before <= 64 << 20
 
 
 def rope_problem(rotary, cached, dtype=torch.float32, device="cpu", T=3, R=16, N=32, C=64) -> dict:

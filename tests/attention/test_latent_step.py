@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import load_package, prepared, relative_error, submodule
 from interpreter import DEVICE, INTERPRETING, both_ways, test_in_the_interpreter  # noqa: F401
-from test_latent import ERROR, GPU_SIZES, HALF, ROTARY, SIZES, normal
+from test_latent import ERROR, GPU_SIZES, HALF, ROTARY, SIZES, folders, normal
 
 kernel = load_package()
 calls, operation = submodule("attention.call"), submodule("attention.ops").LATENT_STEP
@@ -94,9 +94,7 @@ def test_kernels(sizes, rotary, mask, filled, monkeypatch):
     right = in_turn(copied(wide), N, rotary)
     joined = torch.cat([x["q"].flatten(2), x["kv"]], -1)
     x["q"] = joined[..., : x["q"][0, 0].numel()].unflatten(-1, x["q"].shape[2:])
-    for folder in ("portable",) if INTERPRETING else ("portable", "hopper"):
-        if folder == "hopper" and torch.cuda.get_device_capability() != (9, 0):
-            continue
+    for folder in folders():
         fields = copied(x)
         module, given = f"attention.{folder}.latent_step", (*options(sizes, rotary),)
         arguments = (*map(fields.get, TENSORS), *given)

@@ -22,6 +22,7 @@ from ..call import LatentAttention
 from ..portable import latent
 from ..portable.latent import Form
 from . import latent_wide
+from .latent_wide import part_of
 
 LOG2E = gl.constexpr(1.4426950408889634)
 # by the most rows of queries: rows of a program, warps
@@ -97,13 +98,7 @@ def _ring_kernel(
     split = (pid // TILES) % SPLITS
     first = (pid % TILES) * BLOCK_R
     b = (pid // (TILES * SPLITS)).to(gl.int64)
-    length = S
-    if len_ptr is not None:
-        length = gl.load(len_ptr + b * len_step) + NEW
-        length = gl.minimum(gl.maximum(length, 0), S).to(gl.int32)
-    size = gl.cdiv(gl.cdiv(length, 64), SPLITS) * 64
-    start = split * size
-    stop = gl.minimum(start + size, length)
+    start, stop, length = part_of(len_ptr, b, len_step, S, SPLITS, split, NEW)
     c_rows = c_ptr + b * c_step
     r_rows = r_ptr + b * r_step
     if NEW == 0:

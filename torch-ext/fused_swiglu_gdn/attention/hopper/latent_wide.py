@@ -31,6 +31,18 @@ LOG2E = gl.constexpr(1.4426950408889634)
 BLOCK = gl.constexpr(64)  # rows of queries, and slots
 
 
+@gluon.jit
+def part_of(len_ptr, b, len_step, S, SPLITS, split, NEW: gl.constexpr):
+    """(first slot of a part of row b, the slot behind its last one, filled slots of the row), as
+    portable/parts.py has them."""
+    length = S
+    if len_ptr is not None:
+        length = gl.load(len_ptr + b * len_step) + NEW
+        length = gl.minimum(gl.maximum(length, 0), S).to(gl.int32)
+    size = gl.cdiv(gl.cdiv(length, BLOCK), SPLITS) * BLOCK
+    return split * size, gl.minimum(split * size + size, length), length
+
+
 @record
 class Work:
     """The state that the warps of one CTA share."""
@@ -236,13 +248,7 @@ def wide_kernel(
     pid = gl.program_id(0)
     split = (pid // TILES) % SPLITS
     b = pid // (TILES * SPLITS)
-    length = S
-    if len_ptr is not None:
-        length = gl.load(len_ptr + b.to(gl.int64) * len_step) + NEW
-        length = gl.minimum(gl.maximum(length, 0), S).to(gl.int32)
-    size = gl.cdiv(gl.cdiv(length, BLOCK), SPLITS) * BLOCK
-    start = split * size
-    stop = gl.minimum(start + size, length)
+    start, stop, length = part_of(len_ptr, b.to(gl.int64), len_step, S, SPLITS, split, NEW)
     w = Work(
         q_desc, qr_desc, c_desc, r_desc, qs, qr, cs, rs, ps, factors, full, asked, given,
         taken, b, (pid % TILES) * BLOCK, split, start, stop, length, B, SPLITS, H, ROWS, C, R, NEW,

@@ -1,9 +1,8 @@
 """Attention of one token a row over the filled slots of a static cache.
 
 A program takes up to BLOCK_G of the query heads that share a key head, and one of SPLITS parts of
-the filled slots: keys and values are read once, with online softmax (arXiv:1805.02867). The size of
-the parts follows from the length on the device, so all programs have work however few slots are
-filled; a second launch combines the parts (arXiv:2311.01282), unless there is only one.
+the filled slots (parts.py): keys and values are read once, with online softmax (arXiv:1805.02867).
+A second launch combines the parts, unless there is only one.
 
 Sizes: B rows, HQ and HK heads, G = HQ / HK, S slots, D head dim.
 """
@@ -20,22 +19,13 @@ from ...runtime.copies import contiguous_like, on_copies
 from ...runtime.dtypes import HALF
 from ...runtime.launch import Launch, kind_of, named
 from ...runtime.ops import dense
-from ...runtime.primitives import after_predecessor
 from ...runtime.sizes import next_power_of_2
 from ..call import KvCacheAttention
+from .parts import combine_kernel, parts_of
 
 MAX_HEAD, MAX_SPLITS = 256, 64  # channels; parts of a cache
 WAVES = 2  # programs for each multiprocessor, at most
 LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _parts(len_ptr, b, len_step, S, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(filled slots of row b, slots of a part: a multiple of BLOCK_N)."""
-    length = S
-    if len_ptr is not None:
-        length = tl.minimum(tl.maximum(tl.load(len_ptr + b * len_step), 0), S).to(tl.int32)
-    return length, tl.cdiv(tl.cdiv(length, BLOCK_N), SPLITS) * BLOCK_N
 
 
 @triton.jit(do_not_specialize=["B", "S"])
@@ -81,7 +71,7 @@ def _kvcache_attention_kernel(
     offs_d = tl.arange(0, BLOCK_D)
     offs_n = tl.arange(0, BLOCK_N)
     inside = (member < G)[:, None] & (offs_d < D)[None, :]
-    length, size = _parts(len_ptr, b, len_step, S, SPLITS, BLOCK_N)
+    length, size = parts_of(len_ptr, b, len_step, S, SPLITS, BLOCK_N, 0)
     start = split * size
     stop = tl.minimum(start + size, length)
     heads = hk * G + member
@@ -134,46 +124,8 @@ def _kvcache_attention_kernel(
         rows = B.to(tl.int64) * (HQ * SPLITS)
         row = row * SPLITS + split
         tl.store(y_ptr + row[:, None] * D + offs_d[None, :], acc, mask=inside)
-        tl.store(y_ptr + rows * D + row, top, mask=member < G)
+        tl.store(y_ptr + rows * D + row, top * LOG2E, mask=member < G)
         tl.store(y_ptr + rows * (D + 1) + row, total, mask=member < G)
-
-
-@triton.jit(do_not_specialize=["B", "S"])
-def _combine_kernel(
-    parts_ptr,  # fp32 [B, HQ, SPLITS, D] and [2, B, HQ, SPLITS]
-    len_ptr,  # [B], [] or None
-    y_ptr,  # [B, HQ, D]
-    len_step,
-    B,
-    S,
-    HQ: tl.constexpr,
-    D: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Combines the parts of a head."""
-    row = tl.program_id(0).to(tl.int64)
-    length, size = _parts(len_ptr, row // HQ, len_step, S, SPLITS, BLOCK_N)
-    offs_s = tl.arange(0, BLOCK_S)
-    offs_d = tl.arange(0, BLOCK_D)
-    made = (offs_s < SPLITS) & (offs_s * size < length)
-    rows = B.to(tl.int64) * (HQ * SPLITS)
-    at = row * SPLITS + offs_s
-    after_predecessor(PDL)
-    top = tl.load(parts_ptr + rows * D + at, mask=made, other=float("-inf"))
-    total = tl.load(parts_ptr + rows * (D + 1) + at, mask=made, other=0.0)
-    acc = tl.load(
-        parts_ptr + at[:, None] * D + offs_d[None, :],
-        mask=made[:, None] & (offs_d < D)[None, :], other=0.0,
-    )  # fmt: skip
-    most = tl.max(top, 0)
-    weight = tl.exp2((top - tl.where(most == float("-inf"), 0.0, most)) * LOG2E)
-    total = tl.sum(weight * total, 0)
-    y = tl.sum(weight[:, None] * acc, 0) / tl.where(total == 0.0, 1.0, total)
-    tl.store(y_ptr + row * D + offs_d, y.to(y_ptr.dtype.element_ty), mask=offs_d < D)
 
 
 def count_parts(where: torch.device, programs: int, blocks: int) -> int:
@@ -254,18 +206,17 @@ class _Launches:
             found = self._make(splits, numbers)
         else:
             split, combine, size = known
-            found = (split.at(numbers), combine and combine.at((self.step, self.B, S)), size)
+            combine = combine and combine.at((self.step, self.B, S, splits))
+            found = (split.at(numbers), combine, size)
         return keep(self.made, key, found)
 
     def _make(self, splits: int, numbers: tuple) -> tuple:
         HQ, HK, D, BLOCK_G = self.heads
         pdl = device.overlaps_launches(self.device) and splits > 1
-        shared = {
-            "HQ": HQ, "D": D, "SPLITS": splits, "BLOCK_N": self.block,
-            "BLOCK_D": next_power_of_2(D), "PDL": pdl,
-        }  # fmt: skip
+        block = next_power_of_2(D)
         constexprs, options = named(
-            _kvcache_attention_kernel, **shared, HK=HK, BLOCK_G=BLOCK_G, num_warps=self.warps,
+            _kvcache_attention_kernel, HQ=HQ, HK=HK, D=D, SPLITS=splits, BLOCK_G=BLOCK_G,
+            BLOCK_N=self.block, BLOCK_D=block, PDL=pdl, num_warps=self.warps,
             num_stages=self.stages,
         )  # fmt: skip
         split = Launch(
@@ -276,11 +227,11 @@ class _Launches:
             return split, None, 0
         early = {"launch_pdl": True} if pdl else {}
         constexprs, options = named(
-            _combine_kernel, **shared, BLOCK_S=next_power_of_2(splits),
-            num_warps=8 if D > 128 else 4, **early,
+            combine_kernel, ROWS=HQ, D=D, NEW=0, PARTS=next_power_of_2(splits), BLOCK_N=self.block,
+            BLOCK_D=block, PDL=pdl, num_warps=8 if D > 128 else 4, **early,
         )  # fmt: skip
         combine = Launch(
-            _combine_kernel, self.rows, self.device, numbers=(self.step, self.B, numbers[6]),
+            combine_kernel, self.rows, self.device, numbers=(self.step, self.B, numbers[6], splits),
             constexprs=constexprs, options=options, guarded=True,
         )  # fmt: skip
         return split, combine, self.rows * splits * (D + 2)

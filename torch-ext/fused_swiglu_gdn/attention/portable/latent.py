@@ -15,11 +15,13 @@ from ...runtime.dtypes import HALF
 from ...runtime.launch import Launch, kind_of, named
 from ...runtime.sizes import next_power_of_2
 from ..call import LatentAttention
-from .latent_kernels import _absorb_kernel, _attend_kernel, _combine_kernel, _finish_kernel
+from .latent_kernels import _absorb_kernel, _attend_kernel, _finish_kernel
 from .latent_rope import prepare_latent_norm_rope  # noqa: F401
+from .parts import combine_kernel
 
 MAX_TOKENS, MAX_LATENT, MAX_ROTARY, MAX_PARTS = 8, 512, 128, 128
 ABSORBED, COMBINED = 64, 16384  # channels of a program; and times parts
+ABSORB_K = 64
 # of finish, by the tokens of a program: channels of a program, latent channels at a time, warps
 FINISHED = {1: (16, 512, 8), 16: (32, 128, 4)}
 
@@ -132,7 +134,7 @@ class Launches:
         BLOCK_M, BLOCK_C = min(64, max(16, next_power_of_2(M))), min(ABSORBED, C)
         self.tiles = {
             "R": R, "BLOCK_M": BLOCK_M, "BLOCK_C": BLOCK_C,
-            "BLOCK_K": max(16, min(64, next_power_of_2(N))),
+            "BLOCK_K": max(16, min(ABSORB_K, next_power_of_2(N))),
         }  # fmt: skip
         self.programs = -(-M // BLOCK_M) * H * (C // BLOCK_C + 1)  # of absorb
         few = 1 if M <= 4 else 16  # tokens that share what is read of the weight in `finish`
@@ -171,16 +173,16 @@ class Launches:
         key = (parts, kind_of(numbers))
         known = self.made.get(key)
         if known is None:
-            size = {"C": C, "ROWS": self.rows, "NEW": self.new}
+            size = {"ROWS": self.rows, "NEW": self.new}
             attend = self.launch(
-                form.kernel, B * tiles * splits, numbers, maps or (), H=self.shape[2], R=R,
+                form.kernel, B * tiles * splits, numbers, maps or (), H=self.shape[2], C=C, R=R,
                 BLOCK_R=form.block_r, **size, **form.values,
             )  # fmt: skip
             sms = device.multiprocessor_count(self.device.index)
             block = min(C, COMBINED // parts if B * self.rows >= sms else 128)
             combine = self.launch(
-                _combine_kernel, B * self.rows * (C // block), rest, PARTS=parts,
-                BLOCK_N=form.block_n, BLOCK_C=block, PDL=self.pdl, **size,
+                combine_kernel, B * self.rows * (C // block), rest, D=C, PARTS=parts,
+                BLOCK_N=form.block_n, BLOCK_D=block, PDL=self.pdl, **size,
             )  # fmt: skip
             keep(self.made, key, (attend, combine))
         else:

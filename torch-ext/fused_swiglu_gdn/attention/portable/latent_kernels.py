@@ -2,7 +2,7 @@
 
     absorb   qa[h] = q_nope[h] W_UK[h]                           [C], rounded once
     attend   o[h] = softmax((qa[h] . c + q_rot[h] . r) scale + mask) c    in parts of the slots
-    combine  the parts of a row to one o, fp32                   [C]
+    combine  the parts of a row to one o, fp32 (parts.py)        [C]
     finish   y[h] = W_UV[h] o[h]                                 [V]
 
 Sizes: B rows, T tokens, M = B T, H heads, ROWS = T H rows of queries, S slots, C latent and R
@@ -15,19 +15,9 @@ import triton.language as tl
 
 from ...runtime.primitives import after_predecessor
 from .latent_rope import load_pairs, store_pairs, turned
+from .parts import parts_of
 
 LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def latent_parts(len_ptr, b, len_step, S, SPLITS, BLOCK_N: tl.constexpr, NEW: tl.constexpr):
-    """(filled slots of row b, slots of a part: a multiple of BLOCK_N). NEW: slots that this call
-    fills, beyond the length."""
-    length = S
-    if len_ptr is not None:
-        length = tl.load(len_ptr + b * len_step) + NEW
-        length = tl.minimum(tl.maximum(length, 0), S).to(tl.int32)
-    return length, tl.cdiv(tl.cdiv(length, BLOCK_N), SPLITS) * BLOCK_N
 
 
 @triton.jit
@@ -159,7 +149,7 @@ def _attend_kernel(
     ch = tl.arange(0, C)
     e = tl.arange(0, R)
     n = tl.arange(0, BLOCK_N)
-    length, size = latent_parts(len_ptr, b, len_step, S, SPLITS, BLOCK_N, NEW)
+    length, size = parts_of(len_ptr, b, len_step, S, SPLITS, BLOCK_N, NEW)
     start = split * size
     stop = tl.minimum(start + size, length)
     real = row < ROWS
@@ -212,43 +202,6 @@ def _attend_kernel(
         tl.store(parts_ptr + place[:, None] * C + ch[None, :], acc, mask=real[:, None])
         tl.store(parts_ptr + rows * C + place, top, mask=real)
         tl.store(parts_ptr + rows * (C + 1) + place, total, mask=real)
-
-
-@triton.jit(do_not_specialize=["B", "S", "SPLITS"])
-def _combine_kernel(
-    parts_ptr,  # fp32 [B, ROWS, SPLITS, C] and [2, B, ROWS, SPLITS]
-    len_ptr,
-    o_ptr,  # fp32 [B, ROWS, C]
-    len_step,
-    B,
-    S,
-    SPLITS,
-    ROWS: tl.constexpr,
-    C: tl.constexpr,
-    NEW: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Combines BLOCK_C channels of one row. A row that attends to no slot is 0."""
-    pid = tl.program_id(0)
-    row = (pid // (C // BLOCK_C)).to(tl.int64)
-    ch = (pid % (C // BLOCK_C)) * BLOCK_C + tl.arange(0, BLOCK_C)
-    part = tl.arange(0, PARTS)
-    length, size = latent_parts(len_ptr, row // ROWS, len_step, S, SPLITS, BLOCK_N, NEW)
-    made = (part < SPLITS) & (part * size < length)
-    place = row * SPLITS + part
-    rows = B.to(tl.int64) * (ROWS * SPLITS)
-    after_predecessor(PDL)
-    top = tl.load(parts_ptr + rows * C + place, mask=made, other=float("-inf"))
-    total = tl.load(parts_ptr + rows * (C + 1) + place, mask=made, other=0.0)
-    acc = tl.load(parts_ptr + place[:, None] * C + ch[None, :], mask=made[:, None], other=0.0)
-    most = tl.max(top, 0)
-    share = tl.exp2(top - tl.where(most == float("-inf"), 0.0, most))
-    total = tl.sum(share * total, 0)
-    o = tl.sum(share[:, None] * acc, 0) / tl.where(total == 0.0, 1.0, total)
-    tl.store(o_ptr + row * C + ch, o)
 
 
 @triton.jit(do_not_specialize=["M"])
