@@ -14,6 +14,7 @@ import triton.language as tl
 
 from ...runtime import device, tuning
 from ...runtime.launch import Launch
+from ...runtime.primitives import after_predecessor
 from ...runtime.sizes import cdiv, next_power_of_2
 from .gate import gated
 
@@ -35,8 +36,7 @@ def _few_up_kernel(
     PDL: tl.constexpr,
 ):
     """z of one entry and BLOCK_N columns. Entries are the fast axis, so equal experts share L2."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    after_predecessor(PDL)
     columns = (I + BLOCK_N - 1) // BLOCK_N
     entries = tl.num_programs(0) // columns
     entry = (tl.program_id(0) % entries).to(tl.int64)
@@ -101,8 +101,7 @@ def _few_down_kernel(
     weight = tl.load(weights_ptr + entry, mask=here, other=0.0).to(tl.float32)  # [SLOTS]
     out = tl.zeros((SLOTS, BLOCK_N), tl.float32)
     w = _slots_of_weights(w_ptr, expert, here, n, 0, H, I, BLOCK_K)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    after_predecessor(PDL)
     for first in range(0, I, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
         z_ptrs = z_ptr + entry[:, None] * I + k[None, :]
@@ -133,7 +132,7 @@ def plan_few(x, w_down, ids, activation: str, limit: Optional[float]) -> Callabl
     up = Launch(
         _few_up_kernel, T * K * cdiv(I, tile["BLOCK_N"]), where, numbers=(E,),
         constexprs=(H, I, K, activation, limit, tile["BLOCK_N"], tile["BLOCK_K"], pdl),
-        options=(("num_warps", tile["num_warps"]),), guarded=True,
+        options=(("num_warps", tile["num_warps"]), *early), guarded=True,
     )  # fmt: skip
     tile = config["down"]
     down = Launch(

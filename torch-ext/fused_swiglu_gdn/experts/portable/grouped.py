@@ -6,6 +6,7 @@ Expert e = g SIZE + j of group g is at place g SIZE_PADDED + j of the program's 
 import triton
 import triton.language as tl
 
+from ...runtime.primitives import after_predecessor
 from .ranks import _LEAST_KEY, _ranked, _store_best
 
 
@@ -38,7 +39,9 @@ def _grouped_topk_kernel(
     BY_TWO: tl.constexpr,
     GROUPS_PADDED: tl.constexpr,
     SIZE_PADDED: tl.constexpr,
+    PDL: tl.constexpr,  # the next launch may begin before this one has ended
 ):
+    after_predecessor(PDL)
     token = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, GROUPS_PADDED * SIZE_PADDED)
     e = place // SIZE_PADDED * SIZE + place % SIZE_PADDED

@@ -9,8 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
+from ...runtime import device
 from ...runtime.dtypes import SERVED, served
 from ...runtime.launch import Launch
+from ...runtime.primitives import after_predecessor
 from ...runtime.sizes import next_power_of_2
 from ..call import LEAST, Topk, TopkGradient
 from .grouped import _grouped_topk_kernel
@@ -42,7 +44,9 @@ def _topk_kernel(
     RENORMALIZE: tl.constexpr,
     LEAST: tl.constexpr,
     EXPERTS: tl.constexpr,  # E, rounded up
+    PDL: tl.constexpr,  # the next launch may begin before this one has ended
 ):
+    after_predecessor(PDL)
     token = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, EXPERTS)
     logits, scores = _scores(logits_ptr, token, E, SOFTMAX, EXPERTS)
@@ -68,7 +72,9 @@ def _topk_backward_kernel(
     RENORMALIZE: tl.constexpr,
     LEAST: tl.constexpr,
     EXPERTS: tl.constexpr,
+    PDL: tl.constexpr,  # as above
 ):
+    after_predecessor(PDL)
     token = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, EXPERTS)
     _, scores = _scores(logits_ptr, token, E, SOFTMAX, EXPERTS)
@@ -104,9 +110,11 @@ def _launch(kernel, call, *slots: int) -> Optional[Launch]:
         if parts[0] * parts[1] > 1024:
             return None
         numbers, sizes = (scale,), (count, E // count, most, by == "top2", *parts)
+    pdl = device.overlaps_launches(call.device)
+    early = (("launch_pdl", True),) if pdl else ()
     return Launch(
-        kernel, T, call.device, numbers=numbers, constexprs=(*constexprs, *sizes),
-        options=(("num_warps", 1),), guarded=True,
+        kernel, T, call.device, numbers=numbers, constexprs=(*constexprs, *sizes, pdl),
+        options=(("num_warps", 1), *early), guarded=True,
     )  # fmt: skip
 
 

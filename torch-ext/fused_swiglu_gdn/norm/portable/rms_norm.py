@@ -14,6 +14,7 @@ from ...runtime import device
 from ...runtime.copies import contiguous_like, on_copies
 from ...runtime.dtypes import served
 from ...runtime.launch import Launch, named
+from ...runtime.primitives import after_predecessor
 from ...runtime.sizes import cdiv
 from ..call import RmsNorm
 from .backward import prepare_rms_norm_bwd  # noqa: F401
@@ -51,11 +52,10 @@ def _rms_norm_fwd_kernel(
     AFTER: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,  # the next launch may begin before this one has ended
+    PDL: tl.constexpr,  # this launch may begin before the last one has ended, the next one likewise
 ):
     """Normalises BLOCK_M rows. Rows wider than BLOCK_D are read twice."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    after_predecessor(PDL)
     before_ptr = None if AFTER else residual_ptr
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = (rows < M)[:, None]
@@ -108,9 +108,11 @@ def prepare_rms_norm_fwd(call: RmsNorm) -> Optional[Callable]:
     # LLVM makes these products and sums ones of 16 bits, and of the two one instruction, which does
     # not round the product
     exact = {"enable_fp_fusion": False} if llama and after else {}
+    pdl = device.overlaps_launches(x.device)
+    early = {"launch_pdl": True} if pdl else {}
     constexprs, options = named(
-        _rms_norm_fwd_kernel, D=D, LLAMA=llama, AFTER=after,
-        PDL=device.overlaps_launches(x.device), **config, **exact,
+        _rms_norm_fwd_kernel, D=D, LLAMA=llama, AFTER=after, PDL=pdl, **config, **exact,
+        **early,
     )  # fmt: skip
     kernel = Launch(
         _rms_norm_fwd_kernel, cdiv(M, config["BLOCK_M"]), x.device,
