@@ -164,15 +164,16 @@ def dense_or_same(out):
 @pytest.mark.parametrize("T", [1, 300])
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_product_in_fp32_of_halves(dtype, T):
-    """By tensor cores, summed in fp32, and with a gradient where one is wanted."""
+    """By tensor cores or, of one token, without; and with a gradient where one is wanted."""
     x, weight = torch.randn(T, 2048, device="cuda"), torch.randn(96, 2048, device="cuda")
     x, weight = x.to(dtype), weight.to(dtype)
     kind = submodule("models.router_trial").Choice
     choice = kind(**{**dict.fromkeys(kind._fields), "wide": True, "shape": weight.shape})
     wanted = x.double() @ weight.double().T
-    found = choice.logits(x, (weight, None, None))
-    assert found.dtype == torch.float32
-    assert relative_error(found, wanted) < 1e-5
+    for mode in (torch.enable_grad, torch.no_grad):
+        with mode():
+            found = choice.logits(x, (weight, None, None))
+        assert found.dtype == torch.float32 and relative_error(found, wanted) < 1e-5
     learned = choice.logits(x, (weight.requires_grad_(), None, None))
     (gradient,) = torch.autograd.grad(learned.sum(), weight)
     assert gradient.dtype == dtype and relative_error(learned, wanted) < 1e-6

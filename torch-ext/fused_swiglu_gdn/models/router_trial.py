@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from ..experts import reference
 from ..experts.call import LEAST, TopkOptions
 from ..layers.plain import told
+from ..projection.project import project
 from ..runtime.dtypes import HALF
 from .code import Refused
 from .facts import CHOOSE, Facts
@@ -70,6 +71,10 @@ class Choice(NamedTuple):
     def logits(self, x: torch.Tensor, tensors) -> torch.Tensor:
         """[T, E] of x [..., H]; tensors: weight, bias, added."""
         (weight, _, added), x = tensors, x.reshape(-1, self.shape[1])
+        if added is None and x.shape[0] == 1:
+            found = project(x, [weight], fp32=self.wide)
+            if found is not None:
+                return found[0].float() if self.upcast else found[0]
         if self.wide:
             if added is None and _by_tensor_cores(x, weight):
                 return torch.mm(x, weight.t(), out_dtype=torch.float32)
