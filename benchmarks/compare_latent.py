@@ -27,7 +27,7 @@ MODELS = {  # heads, C, N, R, V
     "Kimi Linear": (32, 512, 128, 64, 128),
     "DeepSeek-V3": (128, 512, 128, 64, 128),
 }
-SIZES = ((1, 1024), (1, 8192), (1, 32768), (16, 8192), (64, 8192))  # batch, slots
+SIZES = ((1, 1024), (1, 8192), (1, 32768), (16, 8192), (16, 32768), (64, 8192))  # batch, slots
 TOKENS = {  # batch, slots
     "glm4_moe_lite": ("GLM-4.7-Flash", ((1, 8192), (1, 32768), (16, 8192))),
     "kimi_linear": ("Kimi Linear", ((1, 32768), (1, 8192))),
@@ -87,17 +87,18 @@ def step_of(model, B: int, S: int):
     import transformers
 
     cache = transformers.StaticCache(config=model.config, max_cache_len=S)
-    ids = torch.randint(5, model.config.vocab_size, (B, 64), device="cuda")
-    model(ids, past_key_values=cache, logits_to_keep=1)
+    token = torch.randint(5, model.config.vocab_size, (B, 1), device="cuda")
+    model(token, past_key_values=cache)
     layers = [layer for layer in cache.layers if hasattr(layer, "cumulative_length")]
-    for layer in layers:
+    lengths = torch.zeros(len(layers), 2, dtype=torch.int64, device="cuda")  # each on 16 bytes
+    for layer, length in zip(layers, lengths):
         layer.keys.normal_()
         layer.values.normal_()
-    token, place = ids[:, :1].clone(), torch.full((B, 1), S - 1, device="cuda")
+        layer.cumulative_length = length[0]
+    place = torch.full((B, 1), S - 1, device="cuda")
 
     def step():
-        for layer in layers:
-            layer.cumulative_length.fill_(S - 1)
+        lengths.fill_(S - 1)
         return model(token, past_key_values=cache, position_ids=place).logits
 
     return step
@@ -170,12 +171,13 @@ def rows(package, options) -> Iterator[dict]:
         ours = partial(
             package.latent_attention_with_kvcache, qk_nope_head_dim=N, attention_mask=mask
         )
-        us = {"ours": graph_ms([partial(ours, q, *one, weight, length) for one in caches]) * 1e3}
+        calls = {"ours": [partial(ours, q, *one, weight, length) for one in caches]}
         if B * S * H * (2 * N + V + R) * 2 < MOST:
-            calls = [partial(expanded, q, *one, weight, N, mask) for one in caches[:2]]
-            us["expanded"] = graph_ms(calls) * 1e3
+            calls["expanded"] = [partial(expanded, q, *one, weight, N, mask) for one in caches[:2]]
+        us = {name: graph_ms(each) * 1e3 for name, each in calls.items()}
+        peak = {name: memory(each[0])[1] for name, each in calls.items()}
         floor = (bytes_of_one + weight.numel() * 2) / SPEED
-        row = {"what": what, "us": us, "floor_us": floor}
+        row = {"what": what, "us": us, "floor_us": floor, "peak_mib": peak}
         if (B, S) == SIZES[0]:
             row["error"] = errors(package, sizes)
         yield row
