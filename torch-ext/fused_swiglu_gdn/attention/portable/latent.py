@@ -21,7 +21,6 @@ from .parts import combine_kernel
 
 MAX_TOKENS, MAX_LATENT, MAX_ROTARY, MAX_PARTS = 8, 512, 128, 128
 ABSORBED, COMBINED = 64, 16384  # channels of a program; and times parts
-ABSORB_K = 64
 # of finish, by the tokens of a program: channels of a program, latent channels at a time, warps
 FINISHED = {1: (16, 512, 8), 16: (32, 128, 4)}
 
@@ -134,7 +133,7 @@ class Launches:
         BLOCK_M, BLOCK_C = min(64, max(16, next_power_of_2(M))), min(ABSORBED, C)
         self.tiles = {
             "R": R, "BLOCK_M": BLOCK_M, "BLOCK_C": BLOCK_C,
-            "BLOCK_K": max(16, min(ABSORB_K, next_power_of_2(N))),
+            "BLOCK_K": max(16, min(64, next_power_of_2(N))),
         }  # fmt: skip
         self.programs = -(-M // BLOCK_M) * H * (C // BLOCK_C + 1)  # of absorb
         few = 1 if M <= 4 else 16  # tokens that share what is read of the weight in `finish`

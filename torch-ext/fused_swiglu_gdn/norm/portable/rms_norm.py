@@ -20,6 +20,8 @@ from ..call import RmsNorm
 from .backward import prepare_rms_norm_bwd  # noqa: F401
 from .rows import blocks, layout, lie_in_rows, readable
 
+FEW = 64  # rows whose norm begins before the last launch has ended: many take longer so
+
 
 @triton.jit
 def _added(x_ptr, residual_ptr, at_x, at_residual, mask):
@@ -109,7 +111,7 @@ def prepare_rms_norm_fwd(call: RmsNorm) -> Optional[Callable]:
     # not round the product
     exact = {"enable_fp_fusion": False} if llama and after else {}
     pdl = device.overlaps_launches(x.device)
-    early = {"launch_pdl": True} if pdl else {}
+    early = {"launch_pdl": True} if pdl and M <= FEW else {}
     constexprs, options = named(
         _rms_norm_fwd_kernel, D=D, LLAMA=llama, AFTER=after, PDL=pdl, **config, **exact,
         **early,
