@@ -30,7 +30,7 @@ MODELS = {  # heads, C, N, R, V
 SIZES = ((1, 1024), (1, 8192), (1, 32768), (16, 8192), (16, 32768), (64, 8192))  # batch, slots
 TOKENS = {  # batch, slots
     "glm4_moe_lite": ("GLM-4.7-Flash", ((1, 8192), (1, 32768), (16, 8192))),
-    "kimi_linear": ("Kimi Linear", ((1, 32768), (1, 8192))),
+    "kimi_linear": ("Kimi Linear", ((1, 32768),)),
     "deepseek_v2": ("DeepSeek-V2-Lite", ((1, 8192), (16, 8192))),
 }
 ARGUMENTS = {
