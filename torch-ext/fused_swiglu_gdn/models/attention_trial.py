@@ -20,7 +20,6 @@ from ..layers.own_code import codes_in
 from ..layers.pinned import GIVEN, found_at
 from ..layers.plain import told
 from .attention_learning import CASES, FIRST, PARTIAL, WITHOUT, Case, Learning, Run
-from .attention_plans import plans_of, sizes_in
 from .code import Refused
 from .facts import Facts, read
 from .handed import Cache, Interface, Store, asked_by_this_thread, put, readable
@@ -28,7 +27,6 @@ from .norm_trial import norm_in
 from .serving import own_class
 from .stand_ins import (
     F64,
-    FREE,
     OF_THE_PROCESS,
     KeepsFp64,
     Part,
@@ -281,12 +279,6 @@ class AttentionTrial(Learning):
             form = form._replace(widths=())
         return self.guarded(form._replace(optional=optional), values)
 
-    def forms(self, run: Run) -> Iterator[AttentionForm]:
-        self.sizes = sizes_in(run)
-        for plan in plans_of(self, run):
-            for positions in dict.fromkeys((None, self.positions)):
-                yield AttentionForm(self.kind, FREE, (), *self.fields(plan, positions))
-
     def guarded(self, form, values: dict):
         """The form, with all that each call has to compare."""
         values = self.guards(_without(values, self.handed))
@@ -307,8 +299,8 @@ class AttentionTrial(Learning):
         cases = [case._replace(training=self.trains and case.training) for case in CASES]
         yield from cases
         sizes = [size for part in self.parts.values() for size in getattr(part, "sizes", ())]
-        tokens = sizes_of(self.module, self.facts, max(sizes))
-        for case, T in zip(itertools.cycle(cases), tokens):
+        tokens = {*sizes_of(self.module, self.facts, max(sizes))} - {case.T for case in cases}
+        for case, T in zip(itertools.cycle(cases), sorted(tokens)):
             yield case._replace(B=1, T=T, tables=0, dtype=F64 if T > 66 else case.dtype)
 
     def given_on(self) -> List[str]:
