@@ -18,6 +18,12 @@ def is_depthwise(part: nn.Module) -> bool:
     return isinstance(part, nn.Conv1d) and part.groups == part.in_channels == part.out_channels
 
 
+def index_among(values: dict) -> str:
+    """The attribute that is a layer's index in the cache, by its name: the trial tries it."""
+    numbers = [name for name, value in values.items() if type(value) is int and "idx" in name]
+    return "layer_idx" if "layer_idx" in numbers or not numbers else numbers[0]
+
+
 def refuse_hooks(kind: type, conv: str) -> None:
     """Raises Refused for a forward whose decorators call hooks of other parts than the convolution,
     whose weight ours reads."""

@@ -15,7 +15,13 @@ from ..layers.functions import is_gated_norm
 from ..layers.gdn_form import KNOWN, GdnForm, Known
 from ..layers.plain import told
 from .code import Refused
-from .delta_layers import is_depthwise, refuse_hooks, refuse_reads, why_not_plain
+from .delta_layers import (
+    index_among,
+    is_depthwise,
+    refuse_hooks,
+    refuse_reads,
+    why_not_plain,
+)
 from .delta_trial import Found
 from .facts import read
 from .gdn_trial import Roles, found_by, width_of
@@ -161,8 +167,7 @@ def _view(module: nn.Module, names: dict, values: dict) -> Iterator[tuple]:
 
 
 def _found(module: nn.Module, kind: type, facts, parts: Parts) -> Found:
-    numbers = [n for n, v in facts.values.items() if type(v) is int]
-    index = next((n for n in ("layer_idx", *numbers) if n in numbers and "idx" in n), "layer_idx")
+    index = index_among(facts.values)
     values = facts.values_but("training", index)
     refuse_reads(module, kind, facts)
     shapes = [(n, type(p), features(p)) for n, p in module._modules.items()]

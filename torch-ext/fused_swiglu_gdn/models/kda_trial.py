@@ -6,7 +6,7 @@ gated norm and the other parts get.
 
 import itertools
 from types import SimpleNamespace
-from typing import Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Callable, Dict, Iterator, List, NamedTuple, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -54,24 +54,6 @@ class Layout(NamedTuple):
     @property
     def head_dim(self) -> int:
         return self.channels // self.heads
-
-
-class Marked(int):
-    """An attribute that may be the layer's index."""
-
-    path: str
-
-
-class _Layers(list):
-    """The layers of a cache, which note the attribute that is their index."""
-
-    def __init__(self, layer, met: set):
-        super().__init__([layer])
-        self.met = met
-
-    def __getitem__(self, index):
-        self.met.add(index.path if isinstance(index, Marked) else None)
-        return super().__getitem__(0)
 
 
 class Bends(ReadsNoValues):
@@ -138,15 +120,13 @@ class _Trial(DeltaTrial):
     PACKING = Packing("cu_seq_lens_q", "cu_seq_lens_q")
     MODE = Bends
 
-    def __init__(self, layout: Layout, inner: Tuple[Inner, ...]):
+    def __init__(self, layout: Layout, inner: Tuple[Inner, ...], index: str):
         layer = inner[0]
         super().__init__(layer.module, layer.kind, layer.facts)
         self.layout, self.inner = layout, {each.path: each for each in inner}
         more = {each.path: Copies(each.kind, each.facts, self.PACKING) for each in inner[1:]}
         self.copied = {"": self.copies, **more}
-        self.index: Optional[str] = None
-        self.met: Optional[set] = None  # indices of the cache's layers, where they are looked for
-        self.bound, self.norms = BOUNDS[0], []
+        self.index, self.bound, self.norms = index, BOUNDS[0], []
         real = layout.heads, layout.head_dim, layout.hidden, layout.taps
         self.scales = [self.with_ranks(sizes) for sizes in smaller(real)]
         self.sizes = self.scales[0]
@@ -186,9 +166,6 @@ class _Trial(DeltaTrial):
                     found[path] = self.bound
                 elif type(value) is int:
                     found[path] = index if path == self.index else self.small(value)
-                    if self.met is not None:
-                        found[path] = Marked(found[path])
-                        found[path].path = path
         return found
 
     def stubs(self, dtype) -> dict:
@@ -249,21 +226,6 @@ class _Trial(DeltaTrial):
 
     # -- roles
 
-    def inputs(self, B: int, T: int, dtype, index: int = 0) -> tuple:
-        x, cache, mask = super().inputs(B, T, dtype, index)
-        if self.met is not None:
-            cache.layers = _Layers(cache.layers[0], self.met)
-        return x, cache, mask
-
-    def find_index(self) -> str:
-        """The attribute that is the layer's index in the cache."""
-        self.met = set()
-        self.find_roles()
-        met, self.met = self.met, None
-        if len(met) != 1 or None in met:
-            raise Refused("its forward asks the cache for another layer than its own")
-        return met.pop()
-
     def candidates(self) -> Iterator[Roles]:
         """Returns the possible roles, by what a run of the forward shows."""
         x, _, _ = self.inputs(2, 9, torch.float64)
@@ -311,16 +273,9 @@ class _Trial(DeltaTrial):
         return self.agree(roles, (torch.float32, True, 1), {}, whole=True)
 
 
-def index_of(layout: Layout, inner: Tuple[Inner, ...]) -> str:
-    """The path of a layer's index; raises Refused."""
-    with quiet(), pretending(None):
-        return _Trial(layout, inner).find_index()
-
-
 def found_by(layout: Layout, inner: Tuple[Inner, ...], index: str) -> Found:
-    """Returns the role of each part and argument; raises Refused."""
+    """Returns the role of each part and argument; raises Refused. index: the path of its own."""
     with quiet(), pretending(None):
-        trial = _Trial(layout, inner)
-        trial.index = index
+        trial = _Trial(layout, inner, index)
         trial.find_roles()
         return trial.found(trial.same_as(trial.candidates()))

@@ -16,10 +16,16 @@ from ..layers.kda import KdaForm, Owner
 from ..layers.pinned import found_at
 from ..layers.plain import told
 from .code import Refused
-from .delta_layers import is_depthwise, refuse_hooks, refuse_reads, why_not_plain
+from .delta_layers import (
+    index_among,
+    is_depthwise,
+    refuse_hooks,
+    refuse_reads,
+    why_not_plain,
+)
 from .delta_trial import Found
 from .facts import read
-from .kda_trial import Inner, Layout, found_by, index_of
+from .kda_trial import Inner, Layout, found_by
 from .serving import own_class
 from .stand_ins import features
 from .trial import form_key, remembered
@@ -29,7 +35,6 @@ USUAL = {"conv1d", "forget_gate", "o_norm"}  # parts of a module that the report
 NOT_KNOWN = "its parts are not those of a Kimi Delta Attention layer known here"
 
 _forms: Dict[tuple, Union[Found, str]] = {}
-_indices: Dict[tuple, str] = {}
 
 
 def kimi_delta_attention(
@@ -147,9 +152,7 @@ def _found(layout: Layout, inner: Tuple[Inner, ...]) -> Found:
     for each in inner:
         values.update((each.below(name), v) for name, v in each.facts.values.items())
     code = tuple([(each.path, each.kind, each.facts.pinned.codes) for each in inner])
-    if code not in _indices:
-        _indices[code] = index_of(layout, inner)
-    index = _indices[code]
+    index = index_among(values)
     values.pop(index, None)
     layer = inner[0]
     of_class = form_key(layer.module, layer.kind, layer.facts, values)
