@@ -17,7 +17,7 @@ from ..experts.ops_topk import FAMILY as EXPERTS
 from ..loss.ops import CROSS_ENTROPY
 from ..loss.ops import FAMILY as LOSS
 from ..runtime import dispatch
-from .own_classes import Answers, Code, code_of_function
+from .own_classes import Answers, Code, code_of_class, code_of_function
 from .own_code import cells_of
 from .plain import PLAIN_TENSORS, torch_unpatched
 
@@ -140,7 +140,7 @@ def _by_fused_topk(x, weight, top_k: int) -> tuple:
 
 def _code_of(kind: type) -> Code:
     function = _function_of(kind)
-    return Code(kind) if function is None else code_of_function(function)
+    return code_of_class(kind) if function is None else code_of_function(function)
 
 
 def _function_of(kind: type) -> Optional[FunctionType]:

@@ -41,15 +41,9 @@ def wrapped_in(forward: object) -> List[object]:
 class Code:
     """The forward, or another method, of a class that may be tried."""
 
-    def __init__(
-        self,
-        kind: type,
-        method: str = "forward",
-        named: bool = False,
-        ends: frozenset = frozenset(),
-    ):
-        self.walk = walk = Walk(kind, method, named, ends)
-        if named:
+    def __init__(self, walk: Walk):
+        self.walk, method = walk, walk.method
+        if walk.named:
             pin_objects(walk)
         self.pins: Pinned = walk.pins()
         space = next((s for s in walk.spaces if method in s), {})
@@ -58,7 +52,7 @@ class Code:
         self.inner: Optional[FunctionType] = (inner or chain or [None])[-1]
         self.known: object = None  # what else follows from it: facts.py
         self.why: Optional[str] = (
-            why_unsteady(walk) if named else self.why_not_own(space.get(method))
+            why_unsteady(walk) if walk.named else self.why_not_own(space.get(method))
         )
 
     def why_not_own(self, forward: object) -> Optional[str]:
@@ -101,8 +95,8 @@ class Answers:
     """What find(kind, code) says of classes of transformers with their own code; None of any other,
     and where it raises. It is asked once, and again after a patch of that code."""
 
-    def __init__(self, find: Callable, code_of: Callable = Code):
-        self.find, self.code_of = find, code_of
+    def __init__(self, find: Callable, code_of: Optional[Callable] = None):
+        self.find, self.code_of = find, code_of or code_of_class
         self.pins: Dict[type, Pinned] = {}
         self.found: Dict[type, object] = {}
 
@@ -125,9 +119,14 @@ class Answers:
                 return None
 
 
+def code_of_class(kind: type) -> Code:
+    """The code of a class's forward."""
+    return Code(Walk(kind))
+
+
 def code_of_function(function: FunctionType) -> Code:
     """The code of a function, with all that it calls by name."""
-    return Code(type("Function", (nn.Module,), {"forward": function}))
+    return code_of_class(type("Function", (nn.Module,), {"forward": function}))
 
 
 def is_own_function(function: object) -> bool:

@@ -13,6 +13,7 @@ from typing import Dict, Iterator, Optional, Tuple
 from torch import nn
 
 from ..layers.own_classes import Code
+from ..layers.pins import Walk
 from .code import Refused
 
 _named: contextvars.ContextVar = contextvars.ContextVar("named", default=())
@@ -45,7 +46,7 @@ def code_of(
     if known is None or not known.pins.unchanged():
         if not issubclass(kind, nn.Module) or kind is nn.Module:
             raise Refused("its class has no forward")
-        known = _codes[kind, method, named, ends] = Code(kind, method, named, ends)
+        known = _codes[kind, method, named, ends] = Code(Walk(kind, method, named, ends))
     if known.why is not None:
         raise Refused(known.why, (known.pins,))
     return known
