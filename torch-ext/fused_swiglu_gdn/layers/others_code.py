@@ -1,4 +1,4 @@
-"""What the code of a class that a user has named reads besides its arguments and its module."""
+"""State that code of a class which a user has named reads, besides its arguments and its module."""
 
 from types import CodeType, FunctionType, ModuleType
 from typing import Iterator, Optional, Tuple

@@ -92,8 +92,8 @@ _functions: Dict[FunctionType, Code] = {}
 
 
 class Answers:
-    """What find(kind, code) says of classes of transformers with their own code; None of any other,
-    and where it raises. It is asked once, and again after a patch of that code."""
+    """Results of find(kind, code) for classes of transformers with their own code; None for any
+    other, and where it raises. It is asked once, and again after a patch of that code."""
 
     def __init__(self, find: Callable, code_of: Optional[Callable] = None):
         self.find, self.code_of = find, code_of or code_of_class

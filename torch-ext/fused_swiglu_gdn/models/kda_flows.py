@@ -10,7 +10,7 @@ from .code import Refused
 
 
 class Flows:
-    """Which projection's output each function of a layer gets, in one run of it."""
+    """The projection whose output each function of a layer gets, in one run of it."""
 
     def __init__(self, x: torch.Tensor, calls: list, norms: list, functions: list, linears: dict):
         mixed = [y for y in functions if y.ndim == 3]
