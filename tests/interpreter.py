@@ -129,10 +129,11 @@ def _hasten() -> None:
         if self.axis is None or self.keep_dims:
             return one_by_one(self, inputs)
         rows = [numpy.moveaxis(x.handle.data, self.axis, 0) for x in inputs]
-        if rows[0].ndim == 1:
-            rows = [x[:, None] for x in rows]  # a number is an array of one
-        blocks = inputs[0].handle.data.ndim > 1
-        tensors = [[_made(core, y, x.dtype, blocks) for y in ys] for x, ys in zip(inputs, rows)]
+        made, blocks = self.to_tensor, rows[0].ndim > 1
+        if known:
+            rows = [x if blocks else x[:, None] for x in rows]  # a number is an array of one
+            made = lambda y, dtype: _made(core, y, dtype, blocks)  # noqa: E731
+        tensors = [[made(y, x.dtype) for y in ys] for x, ys in zip(inputs, rows)]
         total, *rest = zip(*tensors)
         for row in rest:
             total = self.combine_fn.fn(*total, *row)
@@ -140,7 +141,8 @@ def _hasten() -> None:
         return list(total)
 
     interpreter.ReduceOps.generic_reduce = reduce
-    if triton.__version__.startswith(("3.6.", "3.7.")):
+    known = triton.__version__.startswith(("3.6.", "3.7."))
+    if known:
         _hasten_types(interpreter)
 
 
