@@ -211,6 +211,18 @@ def test_prompt_lookup(kernel, rounds, monkeypatch, name, what, device):
     assert rounds.replays > 0 or len(before.logits) < 8
 
 
+@on_every_device
+def test_a_window_that_fills_has_no_rounds(kernel, rounds, device):
+    """A round of several tokens fills it in another way than one token does."""
+    model = tiny("gemma2", device, sliding_window=12)
+    ids = tokens(1, 4, device=device).repeat(1, 4)
+    kernel.kernelize(model, cuda_graphs=True)
+    before = model.generate(ids, max_new_tokens=24, do_sample=False)
+    rounds.captures = 0
+    after = model.generate(ids, max_new_tokens=24, do_sample=False, prompt_lookup_num_tokens=3)
+    assert torch.equal(before, after) and rounds.captures == 0
+
+
 class Streamed:
     def __init__(self):
         self.calls, self.ended = [], 0

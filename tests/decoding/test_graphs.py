@@ -72,16 +72,39 @@ def test_a_model_without_kernels(graph, name, device):
     assert graph.replays == NEW - 2
 
 
+@pytest.mark.parametrize("window", [5, 16])  # it is full after the prompt, or later
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3_text"])
 @on_every_device
-def test_a_window_that_fills(kernel, graph, name, device, caplog):
-    model = tiny(name, device, sliding_window=16)
+def test_a_window_that_fills(kernel, graph, name, window, device, caplog):
+    """It then moves its slots at each token, which is another graph; padding leaves it."""
+    model = tiny(name, device, sliding_window=window)
     kernel.kernelize(model, cuda_graphs=True)
     ids, mask = padded(2, 9, device)
     expected = generate(model, ids, graphed=False, attention_mask=mask)
     with caplog.at_level(logging.WARNING):
         assert torch.equal(generate(model, ids, attention_mask=mask), expected)
-    assert 0 < graph.replays < NEW - 2
+    assert graph.replays == NEW - 2 - (window > 9), "a step of each graph is eager"
+    assert not caplog.messages
+
+
+@on_every_device
+def test_a_full_window_of_another_cache(kernel, graph, device, caplog, monkeypatch):
+    """One that does something else once its window is full decodes without graphs from then on."""
+    model = tiny("mistral", device, sliding_window=16)
+    layers = sys.modules["transformers.cache_utils"].StaticSlidingWindowLayer
+    own = layers.update
+
+    def update(layer, keys, values, *args, **options):
+        full = layer.cumulative_length_int >= layer.max_cache_len
+        return own(layer, keys * (1 + full), values, *args, **options)
+
+    monkeypatch.setattr(layers, "update", update)
+    kernel.kernelize(model, cuda_graphs=True)
+    ids, mask = padded(2, 9, device)
+    expected = generate(model, ids, graphed=False, attention_mask=mask)
+    with caplog.at_level(logging.WARNING):
+        assert torch.equal(generate(model, ids, attention_mask=mask), expected)
+    assert 0 < graph.replays < NEW - 3
     said = [m for m in caplog.messages if "without a CUDA graph" in m]
     assert len(said) == 1 and "the sliding window of 16 tokens is full" in said[0]
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from .graph_rules import PREPARE, cache_among
 from .in_place import InPlace, take_back
+from .windows import full_windows
 
 MASKS, UTILS = "transformers.masking_utils", "transformers.generation.utils"
 TAKES = ("self", "outputs", "model_kwargs", "is_encoder_decoder", "num_new_tokens")
@@ -27,21 +28,28 @@ Inputs = List[Tuple[tuple, torch.Tensor]]  # ((name, key in a dict or None), ten
 class Ahead:
     """Positions and masks that a graph reads and advances.
 
-    length: of a layer of the cache: how many slots are filled.
+    cache: of which layers with full windows move their slots, and their masks with them.
     """
 
-    def __init__(self, tensors: Inputs, length: torch.Tensor):
+    def __init__(self, tensors: Inputs, cache: Any):
         self.positions = _named(tensors, POSITIONS)[0]
         self.masks = _named(tensors, MASK)  # [B, 1, 1, S]
         self.slots = [torch.arange(x.shape[-1], device=x.device) for x in self.masks]
-        self.length = length
+        full = full_windows(cache)
+        self.moving = {layer.max_cache_len for layer in full}
+        filling = [getattr(x, "cumulative_length", None) for x in cache.layers if x not in full]
+        # how many slots are filled, of a layer that is not full
+        self.length = next((x for x in filling if isinstance(x, torch.Tensor)), None)
 
     def advance(self) -> None:
         """Makes those of the next token, which takes the first slot that is free."""
         self.positions.add_(1)
         for mask, slots in zip(self.masks, self.slots):
             attended = mask.dtype == torch.bool  # True, or 0 to add
-            mask.masked_fill_(slots == self.length, attended)
+            if len(slots) in self.moving:
+                mask.copy_(mask.roll(-1, -1).masked_fill_(slots == slots[-1], attended))
+            else:
+                mask.masked_fill_(slots == self.length, attended)
 
 
 def _named(tensors: Inputs, wanted: str) -> List[torch.Tensor]:
@@ -55,12 +63,12 @@ def ahead_of(before: Inputs, tensors: Inputs, cache: Any) -> Optional[Ahead]:
     before, tensors: tensors of the same names and shapes; cache: of a step that has not run.
     """
     names = {name for (name, _), _ in tensors}
-    lengths = (getattr(layer, "cumulative_length", None) for layer in cache.layers)
-    length = next((x for x in lengths if isinstance(x, torch.Tensor)), None)
-    if length is None or not {IDS, POSITIONS} <= names <= {IDS, POSITIONS, MASK}:
+    if not {IDS, POSITIONS} <= names <= {IDS, POSITIONS, MASK}:
         return None
-    found = Ahead(tensors, length)
-    made = Ahead([(name, x.clone()) for name, x in before], length)
+    found = Ahead(tensors, cache)
+    if found.length is None and not all(len(slots) in found.moving for slots in found.slots):
+        return None
+    made = Ahead([(name, x.clone()) for name, x in before], cache)
     made.advance()
     pairs = zip((made.positions, *made.masks), (found.positions, *found.masks))
     return found if all(torch.equal(a, b) for a, b in pairs) else None

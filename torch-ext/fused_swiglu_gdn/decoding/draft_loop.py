@@ -138,10 +138,8 @@ def _with_cache(model: nn.Module, ids: torch.Tensor, config: Any, given: dict, c
         raise NotServed
     else:
         made = sys.modules[CACHES].StaticCache(config=model.config, max_cache_len=slots + count)
-        if _slides(made, slots + count):
-            raise NotServed  # a window becomes full
-    if why_not_rows(made, model) is not None:
-        raise NotServed
+    if _slides(made, slots + count) or why_not_rows(made, model) is not None:
+        raise NotServed  # a window becomes full, say
     with_rows(made, 1 + count)
     return {**given, name: made}
 

@@ -11,7 +11,8 @@ from torch import nn
 from ..layers.plain import PLAIN_TENSORS, named_modules, told, torch_unpatched
 from . import rehearsal
 from .capture import Graph
-from .watch import COUNT, PLAIN
+from .watch import PLAIN
+from .windows import why_not_windows
 
 IDLE = ("transformers.utils.output_capturing", rehearsal.__name__)  # modules of hooks
 CACHES = "transformers.cache_utils"
@@ -123,7 +124,7 @@ def why_eager(model: nn.Module, cache: Any, inputs: dict) -> Optional[str]:
     reason = why_not_now(ids.device)
     if reason is None and model.training:
         return "the model is in training mode"
-    return reason or _why_not_inputs(model, inputs) or _why_not_windows(cache, inputs)
+    return reason or _why_not_inputs(model, inputs) or why_not_windows(cache, inputs)
 
 
 def why_not_now(device: torch.device) -> Optional[str]:
@@ -148,18 +149,4 @@ def _why_not_inputs(model: nn.Module, inputs: dict) -> Optional[str]:
                 return f"{name} is a {type(x).__name__}"
             if name == "attention_mask" and x is not None and x.ndim != 4:
                 return f"attention_mask has {x.ndim} dimensions, not 4"
-    return None
-
-
-def _why_not_windows(cache: Any, inputs: dict) -> Optional[str]:
-    """Reason of sliding layers, which count in Python and change behaviour once they are full; or
-    None."""
-    for layer in cache.layers:
-        count = layer.__dict__.get(COUNT)
-        if count is None:
-            continue
-        if count >= layer.max_cache_len:
-            return f"the sliding window of {layer.max_cache_len} tokens is full"
-        if inputs.get("position_ids") is None or inputs.get("attention_mask") is None:
-            return "a model with sliding windows needs position_ids and attention_mask"
     return None

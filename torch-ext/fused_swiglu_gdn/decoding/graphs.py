@@ -32,6 +32,7 @@ from .late import Generate, why_not_late
 from .output import Output
 from .rehearsal import expect_none, expect_prompt
 from .watch import ModelWatch, capturing
+from .windows import full_windows, moving
 
 SEAM = "get_compiled_call"
 REPLACED = {SEAM, Generate.name, Update.name, Masks.name}  # methods of a model
@@ -115,7 +116,7 @@ class Replayed:
     def holds(self, cache: Any, device: torch.device) -> bool:
         """True if torch's modes, the cache and the model are as they were at the capture."""
         of_cache, of_model = self.watches
-        if why_not_now(device) is not None or of_cache.is_full():
+        if why_not_now(device) is not None or not of_cache.windows_hold():
             return False
         return of_cache.holds(cache) and of_model.holds()
 
@@ -135,6 +136,7 @@ class Step(Replayed):
         super().__init__(name)
         self.loops, self.reason = loops, why_not_cache(cache)
         self.key: Optional[tuple] = None  # of the calls that a graph is, or will be, for
+        self.full: list = []  # the layers with full windows in the call before a capture
         self.static: List[torch.Tensor] = []  # what the graph reads, in the order of _parts
         self.output: Optional[Output] = None  # what it writes
         self.before: list = []  # the tensors of the call before a capture, as _parts has them
@@ -161,9 +163,10 @@ class Step(Replayed):
         reason = self.reason or why_not_model(model) or why_not_yet(cache)
         if reason is not None:
             return self._eager(model, cache, inputs, reason)
-        if key == self.key:
+        full = full_windows(cache)
+        if key == self.key and full == self.full:
             return self._capture(model, cache, inputs, Graph(device), choice)
-        self.key, self.before = key, tensors
+        self.key, self.full, self.before = key, full, tensors
         with rings_begin():
             return Graph(device).run(lambda: self._first(model, cache, inputs, choice))
 
@@ -188,7 +191,7 @@ class Step(Replayed):
 
     def makes_masks(self, positions: Any) -> bool:
         """True if these are the positions that the graph has advanced, and so are its masks."""
-        return positions is self.ahead.positions and not self.watches[0].is_full()
+        return positions is self.ahead.positions and self.watches[0].windows_hold()
 
     def _replay(self, cache: Any, tensors: list, choice: Optional[Choice]):
         if choice is not None:
@@ -211,7 +214,8 @@ class Step(Replayed):
         chooser = None if choice is None else Chooser(choice)
 
         def step():
-            out = self._call(model, cache, static)
+            with moving(cache):
+                out = self._call(model, cache, static)
             chosen = None if chooser is None else Token(chooser.choose(out.logits, ids))
             if ahead is not None:
                 ahead.advance()

@@ -61,7 +61,7 @@ def with_static_cache(model: nn.Module, ids: torch.Tensor, config: Any, given: d
     if not getattr(model, "_can_compile_fullgraph", False) or why_not_now(ids.device) is not None:
         return given
     found = sys.modules[CACHES].StaticCache(config=model.config, max_cache_len=slots)
-    if why_not_cache(found) is not None or _slides(found, slots):
+    if why_not_cache(found) is not None:
         return given
     if _bytes(model, found, B * slots) > Graph.memory(ids.device) / PART:
         return given
@@ -78,7 +78,8 @@ def _is_replaceable(cache: Any) -> bool:
 
 
 def _slides(cache: Any, slots: int) -> bool:
-    """True if a layer's window becomes full, after which tokens are no replays."""
+    """True if a layer's window becomes full: a round of several tokens then fills it in another
+    way than one token does."""
     return any(getattr(layer, "max_cache_len", slots) < slots for layer in cache.layers)
 
 

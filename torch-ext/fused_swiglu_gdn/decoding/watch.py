@@ -264,10 +264,15 @@ class CacheWatch:
             if COUNT in table:
                 self.counting.append((table, before + list(table).index(COUNT)))
             before += len(table)
+        self.full_then = self.full()
 
-    def is_full(self) -> bool:
-        """True if a sliding layer is full, after which it computes something else."""
-        return any([table[COUNT] >= table["max_cache_len"] for table, _ in self.counting])
+    def full(self) -> List[bool]:
+        """Flags of the sliding layers: one that is full computes something else."""
+        return [table[COUNT] >= table["max_cache_len"] for table, _ in self.counting]
+
+    def windows_hold(self) -> bool:
+        """True if the same sliding layers are full."""
+        return self.full() == self.full_then
 
     def holds(self, cache: Any) -> bool:
         if cache.layers != self.layers:
