@@ -20,7 +20,7 @@ CACHE_NAMES = ("cache", "past_key_values")  # of a model's argument, newest rele
 PREPARE = "prepare_inputs_for_generation"
 LINEAR = "LinearAttentionLayer"  # cache layers with a recurrent state
 LAYERS = (
-    "StaticLayer", "StaticSlidingWindowLayer", LINEAR,
+    "StaticLayer", "StaticSlidingWindowLayer", LINEAR, "DummyLayer",
     "LinearAttentionAndStaticFullAttentionLayer",
     "LinearAttentionAndStaticSlidingWindowAttentionLayer",
 )  # fmt: skip

@@ -18,7 +18,7 @@ TOKENS = 3  # of the window that is tried
 
 def full_windows(cache: Any) -> List[Any]:
     """The layers of a cache whose windows are full."""
-    sliding = [layer for layer in cache.layers if COUNT in layer.__dict__]
+    sliding = [layer for layer in cache.layers if hasattr(layer, COUNT)]
     return [layer for layer in sliding if getattr(layer, COUNT) >= layer.max_cache_len]
 
 
