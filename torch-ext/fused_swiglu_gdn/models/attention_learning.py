@@ -112,7 +112,7 @@ class Learning(Trial):
             try:
                 return self.fitting(*self.with_tables())
             except Refused as why:
-                reason = reason or why
+                reason = why if reason is None or isinstance(reason, Raises) else reason
                 if self.tables is None:
                     break
         raise reason
