@@ -47,14 +47,15 @@ def test_words_of_functions_inside_of_a_forward(kernel, family, kind):
     assert len(found) == len(refactors.traps.WORDS)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "olmo_hybrid"])
 @pytest.mark.parametrize(
-    "trap, expected",
+    "family, trap, expected",
     [
-        ("dtype_check_that_scales", ("left", "its forward gives other values on a small twin")),
-        ("old_keyword_without_decorator", ("served", "")),
+        ("qwen3_next", "dtype_check_that_scales",
+         ("left", "its forward gives other values on a small twin")),
+        ("qwen3_5", "old_keyword_without_decorator", ("served", "")),
+        ("olmo_hybrid", "old_keyword_without_decorator", ("served", "")),
     ],
-)
+)  # fmt: skip
 def test_traps_of_gated_delta_nets(kernel, family, trap, expected):
     """Another scale in 16 bits alone; a cache that a call by its old name leaves empty."""
     subject = refactors.cases.subject_of(family, "gdn")
