@@ -49,8 +49,17 @@ def test_prompts_with_padding(kernel, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_chunks_of_a_prompt_and_tokens(kernel, name):
-    """Each part from the cache that the parts before have left; states in the cache are alike."""
+def test_chunks_of_a_prompt_and_tokens(kernel, monkeypatch, name):
+    """Each part from the cache that the parts before have left; states in the cache are alike. All
+    projections of a layer's input are one product, as kernels make it."""
+    counts = []
+
+    def project(x, weights, apart=True, fp32=False):
+        counts.append(len(weights))
+        y = torch.cat([x @ w.T for w in weights], -1)
+        return [*y.split([len(w) for w in weights], -1)] if apart else [y]
+
+    monkeypatch.setattr(submodule("layers.projections"), "project", project)
     model = random_model(name)
     other, caches, ids = served(kernel, model), [None, None], tokens(2, 20)
     for part in ids.split([7, 1, 1, 8, 1, 2], 1):
@@ -64,6 +73,7 @@ def test_chunks_of_a_prompt_and_tokens(kernel, name):
         ours, theirs = (cache.layers[0] for cache in caches)
         assert relative_error(ours.recurrent_states[0], theirs.recurrent_states[0]) < 1e-5
         assert relative_error(ours.conv_states[0], theirs.conv_states[0]) < 1e-5
+    assert max(counts) > 3
 
 
 @pytest.mark.parametrize("name", ["kimi_linear", "bailing_hybrid"])

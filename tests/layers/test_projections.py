@@ -49,3 +49,48 @@ def test_without_a_copy(monkeypatch):
     assert layers.joined(x, *linears).requires_grad and len(calls) == 2
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert layers.joined(x, *linears).dtype == torch.bfloat16
+
+
+def test_beside(monkeypatch):
+    """One launch for a few tokens of plain modules."""
+    x, linears = made()
+    wanted, launches = called(x, linears), []
+
+    def project(x, weights, apart):
+        launches.append(len(weights))
+        return [torch.cat([x @ w.T for w in weights], -1)]
+
+    monkeypatch.setattr(layers, "project", project)
+    first, *others = layers.beside(x[:1], linears[:2], linears[2:])
+    assert launches == [3] and [y.shape[-1] for y in (first, *others)] == [64, 8]
+    assert_close(torch.cat([first, *others], -1), wanted[:1])
+    assert layers.beside(x, linears[:2], linears[2:]) is None  # 150 tokens
+    linears[1].register_forward_hook(lambda module, given, y: 2 * y)
+    assert layers.beside(x[:1], linears[:2], linears[2:]) is None
+    x, linears = made(bias=True)
+    assert layers.beside(x[:1], linears[:2], linears[2:]) is None and launches == [3]
+
+
+def test_one_token_by_a_large_weight(monkeypatch):
+    """By our kernel where launches overlap; other calls are the class's own."""
+    (x, (head, *_)), launches = made(), []
+
+    def project(x, weights):
+        launches.append(x.shape)
+        return [x @ weights[0].T] if len(launches) < 3 else None
+
+    monkeypatch.setattr(layers, "project", project)
+    one, few = x[:1, :1], x[:1, :2]
+    with torch.no_grad():
+        wanted = nn.functional.linear(one.double(), head.weight.double())
+        assert_close(layers.linear(head, one), wanted)
+        assert not launches
+        monkeypatch.setattr(layers, "LARGE", 1)
+        monkeypatch.setattr(layers.device, "overlaps_launches", lambda where: True)
+        for given in (one, one[0, 0], one, few):
+            found = layers.linear(head, given)
+            assert found.shape == (*given.shape[:-1], 16)
+            assert_close(found.flatten()[:16], wanted.flatten())
+        biased = nn.Linear(32, 16)
+        assert_close(layers.linear(biased, one), biased(one).double())
+    assert launches == [one.shape, (32,), one.shape]

@@ -21,7 +21,7 @@ from .forward import Arguments, forward_by
 from .functions import convolved, is_gated_norm, normed_and_gated, packed_lengths
 from .pinned import Pinned
 from .plain import PLAIN_TENSORS, is_plain
-from .projections import joined, projections
+from .projections import beside, joined, projections
 
 Chain = Tuple[str, ...]  # paths of one projection after another, of the hidden states
 
@@ -174,17 +174,18 @@ def _projected(layer: nn.Module, roles: Roles, x: torch.Tensor) -> tuple:
     numbers (dropout of adapters).
     """
     parts = {path: at(path)(layer) for path in (roles.f[0], *roles.z[:-1], roles.b[0])}
-    found = projections(x, *parts.values(), together=True)
-    outputs = {} if found is None else dict(zip(parts, found))
+    mixed, apart = [at(path)(layer) for path in roles.mixed], [*parts.values()]
+    qkv, *found = beside(x, mixed, apart) or (None, *(projections(x, *apart, together=True) or ()))
+    outputs = dict(zip(parts, found))
 
     def output(chain: Chain) -> torch.Tensor:
         path, *others = chain
         y = outputs[path] if path in outputs else (parts.get(path) or at(path)(layer))(x)
         for path in others:
-            y = at(path)(layer)(y)
+            y = projections(y, at(path)(layer))[0]
         return y
 
-    qkv = joined(x, *[at(path)(layer) for path in roles.mixed])
+    qkv = joined(x, *mixed) if qkv is None else qkv
     f, b = output(roles.f), output(roles.b)
     return qkv, f, output(roles.z), b
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ..layers.own_code import is_in_its_file
 from ..layers.plain import PLAIN_TENSORS, torch_unpatched, why_hooked
+from ..layers.projections import linear
 from ..loss.api import linear_cross_entropy
 from ..loss.checks import words_hold_least
 from ..runtime import device
@@ -101,7 +102,7 @@ def _project(self, hidden: Tensor):
     """The forward of a served lm_head."""
     step = _step_of(self)
     if step is None or not torch.compiler.is_compiling() and _caller() is not step.code:
-        return nn.Linear.forward(self, hidden)  # also for a hook that looks at hidden layers
+        return linear(self, hidden)  # also for a hook that looks at hidden layers
     if step.hidden is not None:
         raise RuntimeError(
             "kernelize(model, loss=True): lm_head is called twice in a training step, which "
