@@ -117,7 +117,7 @@ def _is_apart(where: torch.device, tiles: int) -> bool:
 def gated(where: torch.device, M: int, K: int, N: int) -> Callable:
     """(codes, scales, weights, their scales) -> silu(gate) * up in FP8: by a kernel whose programs
     make a block of scales each, or, where these are too few, after products by narrower ones."""
-    config = tuning.lookup("hopper_fp8_few_gate", where, M=M)
+    config = tuning.lookup("hopper_fp8_few_gate", where, M=M, N=N)
     if _is_apart(where, blocks_of(N)):
         # the sums are those of the other kernel
         product = Few(where, (M,), K, (N, N), whole=True)
@@ -136,9 +136,10 @@ def gated(where: torch.device, M: int, K: int, N: int) -> Callable:
 def _gate(where: torch.device, M: int, K: int, N: int, config: dict) -> Launch:
     pdl, rows = device.overlaps_launches(where), Map((N, K), (K, 1), (BLOCK, BLOCK))
     early = (("launch_pdl", True),) if pdl else ()
+    tokens = Map((padded(M), K), (K, 1), (_tokens(M), BLOCK))
     return Launch(
         few_gate_kernel, blocks_of(N), where, guarded=True,
-        maps=(rows, Map((N, K), (K, 1), (BLOCK, BLOCK))),
+        maps=(rows, Map((N, K), (K, 1), (BLOCK, BLOCK)), tokens),
         numbers=(M, padded(M)),
         constexprs=(N, K, _tokens(M), pdl),
         options=(

@@ -220,7 +220,7 @@ def _rounded(x):
 def few_gate_kernel(
     gate_desc,  # [N, K] e4m3 in blocks [128, 128]
     up_desc,
-    x_ptr,  # [P, K] e4m3
+    x_desc,  # [P, K] e4m3 in blocks [BLOCK_M, 128]
     x_scale_ptr,  # [ceil(K / 128), P]
     gate_scale_ptr,  # [ceil(N / 128), ceil(K / 128)]
     up_scale_ptr,
@@ -243,14 +243,13 @@ def few_gate_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     offs_m = tl.arange(0, BLOCK_M)
     mask_m = offs_m < M
-    x_ptrs = x_ptr + offs_m[:, None] * K + tl.arange(0, _BLOCK)[None, :]
     gate_scales, up_scales = gate_scale_ptr + tile * steps, up_scale_ptr + tile * steps
     gate = tl.zeros((_BLOCK, BLOCK_M), tl.float32)
     up = tl.zeros((_BLOCK, BLOCK_M), tl.float32)
     for k in range(0, steps):
         x_scale = tl.load(x_scale_ptr + k * P + offs_m, mask=mask_m, other=0.0)
         gate_scale, up_scale = _weight_scale(gate_scales + k), _weight_scale(up_scales + k)
-        x = _columns(x_ptrs, k, K, mask_m[:, None], "")
+        x = x_desc.load([0, k * _BLOCK])
         first = tl.dot(gate_desc.load([tile * _BLOCK, k * _BLOCK]), x.T)
         second = tl.dot(up_desc.load([tile * _BLOCK, k * _BLOCK]), x.T)
         gate += first * (x_scale * gate_scale)[None, :]
