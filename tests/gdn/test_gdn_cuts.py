@@ -123,7 +123,8 @@ def chain(lengths, packed, split, device, pool=None, indices=None, slot_span=SPA
     o, warm = o.to(device), warm.to(device)
     step = 0 if pool is None else pool.stride(0)
     pool, indices = (None if x is None else x.to(device) for x in (pool, indices))
-    kernel[(HV * D // 16, N)](
+    longest = min(N, T // (cuts.FEWEST * SPAN)) if packed else N
+    kernel[(HV * D // 16, longest)](
         pool, indices, offsets, warm, o, T, HV, N, split, slots, step, False, SPAN, slot_span,
         4, 16, 32, "tf32x3", num_warps=4,
     )  # fmt: skip

@@ -135,6 +135,22 @@ def test_every_segment_has_a_slot(monkeypatch, lengths, HV):
         alone, _ = gdn_plan.count_slots(1, length, HV, False, torch.device("cuda", 0))
         assert cut == max(alone, 1)  # the same as without the batch
         start = end
+    assert sum([n >= 4 * span for n in lengths]) <= gdn_plan.count_long(N, T, True)
+
+
+@pytest.mark.parametrize(
+    "lengths, HV, launches",
+    [((1024, 7168), 32, 2), ((2048,) * 4, 32, 1), ((1024,) * 8, 64, 2), ((512,) * 16, 64, 1),
+     ((1024, 3072), 64, 1)],
+)  # fmt: skip
+def test_which_packed_calls_launch_both_forms(monkeypatch, lengths, HV, launches):
+    """On 132 multiprocessors; of 32 heads sequences may be cut."""
+    monkeypatch.setattr(gdn_plan.device, "multiprocessor_count", lambda index: 132)
+    T, heads = sum(lengths), {"q": 16, "k": 16, "v": HV}
+    x = {name: torch.empty(1, T, n, 128, device="meta").bfloat16() for name, n in heads.items()}
+    x.update({name: torch.empty(1, T, HV, device="meta") for name in ("g", "beta")})
+    ends = torch.empty(len(lengths) + 1, dtype=torch.int32, device="meta")
+    assert len(gdn_plan.Scan(arguments(x, cu_seqlens=ends)).kernels) == launches
 
 
 @pytest.fixture
@@ -162,7 +178,9 @@ both = pytest.mark.parametrize("warpgroups", [1, 2], indirect=True)
 @on_gpu
 @both
 @pytest.mark.parametrize("gates", ["qwen", "slow", "none"])
-@pytest.mark.parametrize("lengths", [(4500, 100, 6001, 0, 2047, 4096)])
+@pytest.mark.parametrize(
+    "lengths", [(4500, 100, 6001, 0, 2047, 4096), (70,) * 140 + (4500, 30, 4096)]
+)
 def test_segments(warpgroups, gates, lengths):
     """Heads that forget are cut, others not; checkpoints fall into warm-ups and behind them."""
     x = gdn_inputs(1, sum(lengths), 2, 4, 128, 128, torch.bfloat16, "cuda", gates=gates)

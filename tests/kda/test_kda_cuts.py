@@ -27,7 +27,8 @@ def whole(N, *facts, **more):
      (8192, 8, "pool", 8, True), (4095, 8, "", 1, False), (4095, 8, "raw", 1, False),
      (4095, 8, "raw, bounded", 8, False), (4095, 8, "raw, bounded, pool", 1, False),
      (2048, 12, "raw, bounded", 5, False), (1024, 8, "raw, bounded", 4, False),
-     (8192, 8, "raw, bounded", 8, True), (512, 32, "", 2, False), (511, 32, "", 1, False),
+     (8192, 8, "raw, bounded", 8, True), (2048, 32, "", 2, False), (2047, 32, "", 1, False),
+     (2047, 32, "raw, bounded", 1, False), (512, 22, "raw, bounded", 2, False),
      (8192, 64, "", 1, False),
      (4096, 16, "", 4, True), (8192, 32, "raw", 1, False), (8192, 32, "raw, bounded", 2, False)],
 )  # fmt: skip

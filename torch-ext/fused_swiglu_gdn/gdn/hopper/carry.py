@@ -11,7 +11,9 @@ import triton
 import triton.language as tl
 
 from ...runtime.primitives import sequence_bounds
-from ..portable.cuts import chunk_at_cut, count_segments, word_at_cut
+from ..portable.cuts import FEWEST, chunk_at_cut, count_segments, word_at_cut
+
+_FEWEST = tl.constexpr(FEWEST)
 
 
 @triton.jit
@@ -45,6 +47,21 @@ def _keep_start(
         tl.store(at + _word(e[:, None], d, HV), tl.load(pool_ptr + own).to(tl.float32))
 
 
+@triton.jit
+def _long_sequence(cu_ptr, k, N, SPAN: tl.constexpr):
+    """scheduler.py's function of this name."""
+    n, before = k * 0, k * 0
+    i = tl.arange(0, 128)
+    for j in range(0, N, 128):
+        ok = j + i < N
+        start = tl.load(cu_ptr + j + i, mask=ok, other=0)
+        stop = tl.load(cu_ptr + j + i + 1, mask=ok, other=0)
+        is_long = (stop - start >= _FEWEST * SPAN).to(tl.int32)
+        n += tl.sum(((before + tl.cumsum(is_long, 0) <= k) & ok).to(tl.int32), 0)
+        before += tl.sum(is_long, 0)
+    return n
+
+
 @triton.jit(do_not_specialize=["T", "HV", "N", "split", "slots", "pool_step"])
 def gdn_carry_kernel(
     pool_ptr,  # [pool, HV, K, V] fp32 or 16 bits with rows pool_step apart, or None
@@ -70,7 +87,11 @@ def gdn_carry_kernel(
     D: tl.constexpr = 128
     tl.extra.cuda.gdc_launch_dependents()
     tl.extra.cuda.gdc_wait()
-    n = tl.program_id(1)
+    n = tl.program_id(1)  # of the long ones, if packed
+    if cu_ptr is not None:
+        n = _long_sequence(cu_ptr, n, N, SPAN)
+        if n >= N:
+            return
     head = tl.program_id(0) // (D // BLOCK_V)
     slot = n * split
     start = n * T

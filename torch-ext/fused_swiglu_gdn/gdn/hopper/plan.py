@@ -27,11 +27,11 @@ from .scan import gdn_scan_fwd_kernel
 
 HEAD_DIM = 128
 MIN_SEGMENT_TOKENS = 1024  # scheduler.MIN_SEGMENT chunks
-LONE_SEGMENT_TOKENS = 256  # scheduler.LONE_SEGMENT
 
 # One of so few sequences with so many tokens may be longer than the rest together: its chunks
 # follow each other faster with one state warpgroup a CTA. Whether it is is seen on the device. Of
-# so few heads that it is cut, that gains less than a launch that finds nothing to do takes.
+# so few heads that it may be cut, that gains less than a launch that finds nothing to do takes, but
+# for two sequences, of which one nearly always is the longer.
 FEW_SEQUENCES, LONG = 8, 8192
 
 # By state warpgroups: registers of the second one and of the loader, and the cap at launch.
@@ -160,7 +160,8 @@ class Scan:
         in_place, state_v_first = call.state_indices is not None, options.state_v_first
         checkpoint_every = options.checkpoint_every
         W = 1 if 2 * slots * HV <= device.multiprocessor_count(where.index) else 2
-        by_lengths = W == 2 and packed and self.split == 1 and 1 < N <= FEW_SEQUENCES and T >= LONG
+        few = 1 < N <= (FEW_SEQUENCES if self.split == 1 else 2)
+        by_lengths = W == 2 and packed and few and T >= LONG
         if checkpoint_every and not state_v_first:
             W = 1  # the addresses of a [K, V] state are more than two warpgroups have registers for
             by_lengths = False
@@ -176,7 +177,9 @@ class Scan:
         )
 
         def launch(W: int, transition: int = 0) -> Launch:
-            programs = slots * HV * (2 + 2 * transition) // W
+            programs = slots * HV * 2 // W
+            if transition:
+                programs = count_long(N, T, packed) * self.split * HV * 4 // W
             # the kernel waits for prepare itself, where it needs it: launch_pdl
             return Launch(
                 gdn_scan_fwd_kernel,
@@ -190,7 +193,7 @@ class Scan:
                     state_v_first,
                     *REGISTERS[W],
                     by_lengths > transition,
-                    False,
+                    0,
                 ),
                 options=(("num_warps", 4), ("maxnreg", CAP[W]), ("launch_pdl", behind_prepare)),
                 guarded=True,
@@ -228,16 +231,16 @@ class Scan:
         return o, final, checkpoints
 
 
-def carry_launch(call, split: int, slots: int, lone: bool = False) -> Launch:
+def carry_launch(call, split: int, slots: int, lone: int = 0) -> Launch:
     """The launch between the transition's and the scan's, of which a sequence has `split` segments
     at most and the batch `slots`; lone: as for count_slots."""
     N, T, HV, in_place = call.N, call.T, call.HV, call.state_indices is not None
     pool_step = 0 if call.initial_state is None else call.initial_state.stride(0)
-    spans = MIN_SEGMENT_TOKENS, LONE_SEGMENT_TOKENS if lone else MIN_SEGMENT_TOKENS
+    spans = MIN_SEGMENT_TOKENS, lone or MIN_SEGMENT_TOKENS
     sizes = (*spans, 1 << (split - 1).bit_length(), 16, 32)
     return Launch(
         gdn_carry_kernel,
-        (HV * HEAD_DIM // 16, N),
+        (HV * HEAD_DIM // 16, count_long(N, T, call.cu_seqlens is not None)),
         call.v.device,
         numbers=(T, HV, N, split, slots, pool_step),
         constexprs=(in_place and call.options.state_v_first, *sizes, EXACT_FP32),
@@ -252,15 +255,20 @@ def most_segments(HV: int, where: torch.device) -> int:
     return device.multiprocessor_count(where.index) // (2 * HV)
 
 
+def count_long(N: int, T: int, packed: bool) -> int:
+    """The most sequences that can be so long that a launch finds states for them."""
+    return min(N, T // (FEWEST * MIN_SEGMENT_TOKENS)) if packed else N
+
+
 def count_slots(
-    N: int, T: int, HV: int, packed: bool, where: torch.device, lone: bool = False
+    N: int, T: int, HV: int, packed: bool, where: torch.device, lone: int = 0
 ) -> Tuple[int, int]:
     """(most segments of a sequence, slots for all segments of the batch): scheduler.py.
 
     A sequence has as many segments as most_segments says, if there is room for FEWEST of the
-    shortest; lone: others, too, for two of the shortest that no launch finds states for.
+    shortest; lone: others, too, for two of so many tokens that no launch finds states for.
     """
-    fewest, shortest = (2, LONE_SEGMENT_TOKENS) if lone else (FEWEST, MIN_SEGMENT_TOKENS)
+    fewest, shortest = (2, lone) if lone else (FEWEST, MIN_SEGMENT_TOKENS)
     split = min(most_segments(HV, where), T // shortest)
     if split <= 1 or T < fewest * shortest:
         return 1, N

@@ -42,17 +42,17 @@ def _load_partition(u, h0_ptr, hT_ptr, ck_ptr, o_ptr, V_FIRST: gl.constexpr):
     FACTORS: gl.constexpr = u.f_smem.shape[1]
     OPERANDS: gl.constexpr = 2 if u.e_desc is None else 3
     BYTES: gl.constexpr = C * (OPERANDS * D + 64 * u.W + 2 * C) * 2 + FACTORS * 4
+    LATE: gl.constexpr = 0 if u.e_desc is None else C * (D + 2 * C) * 2
     for c in range(u.chunks):
         s = c % STAGES
         full = u.full.index(s)
         mbarrier.wait(u.empty.index(s), ((c // STAGES) & 1) ^ 1)  # the first round passes at once
-        mbarrier.expect(full, BYTES)
+        mbarrier.expect(full, BYTES - LATE)
         row = u.row + c * C
         block = u.block + c * u.heads
         if u.e_desc is not None:  # then k and q are what prepare wrote
             if c == 0:
                 wait_for_predecessor()
-            _load_tokens(u.e_desc, u, row, u.key_head, 0, u.e_smem.index(s), full)
         _load_tokens(u.k_desc, u, row, u.key_head, 0, u.k_smem.index(s), full)
         for w in gl.static_range(u.W):
             v_smem = u.v_smem.index(s * u.W + w)
@@ -62,7 +62,13 @@ def _load_partition(u, h0_ptr, hT_ptr, ck_ptr, o_ptr, V_FIRST: gl.constexpr):
             if c == 0:
                 wait_for_predecessor()
         tma_load(u.f_desc, [block * FACTORS], full, u.f_smem.index(s))
+        if u.e_desc is not None:
+            mbarrier.wait(u.empty.index(STAGES + s), ((c // STAGES) & 1) ^ 1)
+            full = u.full.index(STAGES + s)
+            mbarrier.expect(full, LATE)
         tma_load(u.t_desc, [block * C, 0], full, u.t_smem.index(s))
+        if u.e_desc is not None:
+            _load_tokens(u.e_desc, u, row, u.key_head, 0, u.e_smem.index(s), full)
         tma_load(u.p_desc, [block * C, 0], full, u.p_smem.index(s))
     if u.packed:
         _zero_padding(u, o_ptr)
@@ -168,6 +174,15 @@ def _decayed(u, S, slot, more):
 
 
 @gluon.jit
+def _last_keys(u, s):
+    """K as the update takes it."""
+    if u.e_desc is None:
+        return u.k_smem.index(s)
+    else:
+        return u.e_smem.index(s)
+
+
+@gluon.jit
 def _state_partition(
     u, h0_ptr, hT_ptr, ck_ptr, o_ptr, W_INDEX: gl.constexpr, V_FIRST: gl.constexpr
 ):
@@ -175,6 +190,7 @@ def _state_partition(
     X_LAYOUT: gl.constexpr = acc_layout(C)
     TOKEN: gl.constexpr = gl.SliceLayout(0, X_LAYOUT)  # a factor per token, along the columns
     DTYPE: gl.constexpr = u.q_desc.dtype
+    LAST: gl.constexpr = 0 if u.e_desc is None else STAGES  # of what a chunk reads until its end
     column = u.column + W_INDEX * u.second
     o_smem = u.o_smem.index(W_INDEX)
     S = _initial_state(u, h0_ptr, o_ptr, column, W_INDEX, V_FIRST)
@@ -185,13 +201,11 @@ def _state_partition(
     S = pin(_decayed(u, S, 0, u.chunks > 0))
     for c in range(u.chunks):
         s, n = c % STAGES, (c + 1) % STAGES  # this chunk's slot and the next one's
-        k, f, end = u.k_smem.index(s), u.f_smem.index(s), u.k_smem.index(s)
-        if u.e_desc is not None:
-            end = u.e_smem.index(s)
+        k, f, end = u.k_smem.index(s), u.f_smem.index(s), _last_keys(u, s)
         sk = start_product(Sa, k)
         o1 = start_product(Sa, u.q_smem.index(s))
         # Under these two: give the previous slot back, send the previous O out, fetch V and F0.
-        mbarrier.arrive(u.empty.index((c + STAGES - 1) % STAGES), count=1, pred=c > 0)
+        mbarrier.arrive(u.empty.index(LAST + (c + STAGES - 1) % STAGES), count=1, pred=c > 0)
         if c > u.warm:
             _store_tokens(u, o_smem, ob, c - 1, W_INDEX)
         if u.e_desc is None:
@@ -208,6 +222,7 @@ def _state_partition(
             vt, o1, f1 = warpgroup_mma_wait(0, (vt, o1, f1))  # all named: none moves past it
             wa = as_a(vt * gl.expand_dims(f1, 0), DTYPE)
         else:  # the factors are in the operands
+            mbarrier.wait(u.full.index(STAGES + s), (c // STAGES) & 1)
             vt = start_product(as_a(v.to(gl.float32) - sk, DTYPE), u.t_smem.index(s))
             vt, o1 = warpgroup_mma_wait(0, (vt, o1))
             wa = as_a(vt, DTYPE)
@@ -216,12 +231,17 @@ def _state_partition(
         p = u.p_smem.index(s).permute((1, 0))
         o = warpgroup_mma(as_a(vt, DTYPE), p, o1, is_async=True)
         more = c + 1 < u.chunks
+        if u.e_desc is not None:
+            mbarrier.arrive(u.empty.index(s), count=1)
         mbarrier.wait(u.full.index(n), ((c + 1) // STAGES) & 1, pred=more)
         S = warpgroup_mma_wait(1, (S,))
         # Under the P product: round S, and scale it for the next chunk.
         Sa = pin(as_a(S, DTYPE))
         if ck_ptr is None:
             S = _decayed(u, S, n, more)
+            if u.e_desc is not None:
+                # passes at once: ptxas moves none of the above past it, to where P vt has ended
+                mbarrier.wait(u.full.index(n), ((c + 1) // STAGES) & 1, pred=more)
         # ptxas lets no wgmma cross the back edge if a plain instruction reads its result later.
         o, S = warpgroup_mma_wait(0, (o, S))
         ob = pin(o.to(DTYPE))
@@ -281,7 +301,8 @@ def gdn_scan_fwd_kernel(
     STATE_REGISTERS: gl.constexpr,  # of the second state warpgroup
     LOAD_REGISTERS: gl.constexpr,
     BY_LENGTHS: gl.constexpr,  # launched with both W, of which cu_seqlens chooses one
-    LONE: gl.constexpr,  # sequences of which no launch finds states are cut, too, by their decays
+    LONE: gl.constexpr,  # tokens: sequences of which no launch finds states are cut, too, by their
+    # decays, into segments of so many or more; 0: they are not
 ):  # fmt: skip
     """X = V - F0 (K S); vt = Tb X; O = F2 (Q S) + P vt; S = gam_C S + K^T (F1 vt), by chunks.
 
@@ -299,10 +320,12 @@ def gdn_scan_fwd_kernel(
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES, C, D], LAYOUT)
     p_smem = gl.allocate_shared_memory(p_desc.dtype, [STAGES, C, C], LAYOUT)
     o_smem = gl.allocate_shared_memory(o_desc.dtype, [W, C, 64], LAYOUT)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    # Ke, Tb and P have a ring of their own: they come later, and stay until the end of a chunk
+    SLOTS: gl.constexpr = STAGES if e_desc is None else 2 * STAGES
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     PACKED: gl.constexpr = cu_ptr is not None
-    for i in gl.static_range(STAGES):
+    for i in gl.static_range(SLOTS):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=W)
     if transition != 0:

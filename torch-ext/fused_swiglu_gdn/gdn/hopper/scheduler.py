@@ -17,8 +17,7 @@ from .primitives import RAGGED_END, C, D
 MIN_SEGMENT = gl.constexpr(16)
 LOOK_BACK = gl.constexpr(128)  # chunks: the longest warm-up
 FEWEST_SEGMENTS = gl.constexpr(FEWEST)  # of a sequence of which a launch finds states
-LONE_SEGMENT = gl.constexpr(4)  # the shortest segment where no launch finds states
-LONE_LOOK_BACK = gl.constexpr(8)  # and the longest warm-up
+LONE_LOOK_BACK = gl.constexpr(8)  # the same where no launch finds states
 VECTOR = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))  # each warp has the whole of it
 # `source` and `target` of a Unit that are no row of the caller's states
 NOWHERE = gl.constexpr(-1)  # zeros
@@ -45,8 +44,9 @@ class Unit:
     f_smem: gl.shared_memory_descriptor  # [STAGES, 4 * C] fp32; [STAGES, K] with e_desc
     e_smem: object  # [STAGES, C, K], or None
     o_smem: gl.shared_memory_descriptor  # [W, C, 64]
-    full: gl.shared_memory_descriptor  # [STAGES] mbarriers: the slot's loads are complete
-    empty: gl.shared_memory_descriptor  # [STAGES] mbarriers: all state warpgroups are done with it
+    full: gl.shared_memory_descriptor  # [STAGES] mbarriers: the slot's loads are complete; with
+    # e_desc as many of q, k, v and f, then of e, t and p
+    empty: gl.shared_memory_descriptor  # likewise: all state warpgroups are done with it
     batch: gl.tensor  # coordinates in the token descriptors: (batch, end, row, head, column)
     end: gl.tensor
     row: gl.tensor  # of the first token
@@ -118,6 +118,41 @@ def _sequence(cu_ptr, slot, N, SPAN: gl.constexpr):
 
 
 @gluon.jit
+def _long_sequence(cu_ptr, k, N):
+    """The k-th of the sequences of which a launch finds states; N if there are fewer."""
+    n, before = k * 0, k * 0
+    i = gl.arange(0, LOOK_BACK, layout=VECTOR)
+    for j in range(0, N, LOOK_BACK):
+        start = gl.load(cu_ptr + j + i, mask=j + i < N, other=0)
+        stop = gl.load(cu_ptr + j + i + 1, mask=j + i < N, other=0)
+        is_long = (stop - start >= FEWEST_SEGMENTS * MIN_SEGMENT * C).to(gl.int32)
+        count = before + gl.associative_scan(is_long, 0, add)
+        n += gl.sum(((count <= k) & (j + i < N)).to(gl.int32), 0)
+        before = gl.max(count, 0)
+    return n
+
+
+@gluon.jit
+def _packed(cu_ptr, slot, T, N, split, transition, SPAN: gl.constexpr):
+    """(sequence, segment, slot, first token, end, length) of a slot of the scan; of the launch
+    before it, which has `split` slots for each long sequence, as the scan's slots are."""
+    n, i = slot // split, slot % split
+    evenly, present = N * split <= N + T // SPAN, slot >= 0
+    if transition != 0:
+        n = _long_sequence(cu_ptr, n, N)
+        present = n < N
+        n = gl.minimum(n, N - 1)
+    elif evenly == 0:
+        n, i = _sequence(cu_ptr, slot, N, SPAN)
+    start, end = sequence_bounds(cu_ptr, n, T)
+    start, end = start.to(gl.int32), end.to(gl.int32)
+    if transition != 0:  # a last slot's successor is written, of wrong offsets, too
+        highest = gl.minimum(N * split, N + T // SPAN) - 2
+        slot = gl.minimum(gl.where(evenly, n * split, start // SPAN + n) + i, highest)
+    return n, i, slot, start, end, gl.where(present, end - start, 0)
+
+
+@gluon.jit
 def _segment(decay_ptr, warm_ptr, block, heads, row, i, total, segments, transition):
     """(first chunk, end, warm-up or -1, whether the state at the end is needed) of segment i.
 
@@ -143,16 +178,17 @@ def _segment(decay_ptr, warm_ptr, block, heads, row, i, total, segments, transit
 
 
 @gluon.jit
-def lone_segments(tokens, split):
-    """Segments of a sequence where no launch finds states, so that none needs room for them."""
-    return gl.maximum(gl.minimum(split, tokens // (LONE_SEGMENT * C)), 1)
+def lone_segments(tokens, split, shortest):
+    """Segments, of `shortest` tokens or more, of a sequence where no launch finds states, so that
+    none needs room for them."""
+    return gl.maximum(gl.minimum(split, tokens // shortest), 1)
 
 
 @gluon.jit
-def before_cut(c, tokens, split, look_back):
+def before_cut(c, tokens, split, shortest, look_back):
     """True if one of the `look_back` chunks after chunk c begins a segment, or there are fewer."""
     total = (tokens + C - 1) // C
-    segments = lone_segments(tokens, split)
+    segments = lone_segments(tokens, split, shortest)
     # cuts up to chunk c: j total // segments <= c
     return ((c + look_back + 1) * segments - 1) // total > ((c + 1) * segments - 1) // total
 
@@ -192,7 +228,7 @@ def place(
     IN_PLACE: gl.constexpr, W: gl.constexpr, BY_LENGTHS: gl.constexpr, LONE: gl.constexpr,
 ):  # fmt: skip
     """The fields of Unit from `batch` to `tokens` for this CTA; arguments as for the kernel."""
-    SPAN: gl.constexpr = (LONE_SEGMENT if LONE else MIN_SEGMENT) * C
+    SPAN: gl.constexpr = LONE if LONE else MIN_SEGMENT * C
     # of sequences with fewer tokens no launch finds states
     SHORT: gl.constexpr = 1 << 30 if warm_ptr is None else FEWEST_SEGMENTS * MIN_SEGMENT * C
     second = gl.where(transition != 0, D, 64)
@@ -210,14 +246,9 @@ def place(
         block = n * ((T + C - 1) // C)
         checkpoint = n * (T // (every * C))
     else:
-        n, i = slot // split, slot % split
-        if gl.num_programs(0) != N * split * slices * HV:
-            n, i = _sequence(cu_ptr, slot, N, SPAN)
         padding = first_padding(cu_ptr, T, N).to(gl.int32) + slot * C
         padding = gl.where(transition != 0, T, padding)
-        start, end = sequence_bounds(cu_ptr, n, T)
-        start, end = start.to(gl.int32), end.to(gl.int32)
-        tokens = end - start
+        n, i, slot, start, end, tokens = _packed(cu_ptr, slot, T, N, split, transition, SPAN)
         batch, row = n * 0 + RAGGED_END, RAGGED_END - tokens
         block = start // C + n
         checkpoint = start // (every * C)
@@ -226,7 +257,7 @@ def place(
     segments, lone = count_segments(tokens, split, MIN_SEGMENT * C), i < 0
     if LONE:
         lone = tokens < SHORT
-        segments = gl.where(lone, lone_segments(tokens, split), segments)
+        segments = gl.where(lone, lone_segments(tokens, split, LONE), segments)
     begin, stop, warm, needed = n * 0, gl.where(i == 0, total, 0), n * 0, i < 0
     last = i == segments - 1
     if decay_ptr is not None:

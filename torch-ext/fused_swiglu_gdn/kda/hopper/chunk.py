@@ -12,6 +12,7 @@ from ...gdn.hopper.plan import (
     REGISTERS,
     block_map,
     carry_launch,
+    count_long,
     count_slots,
     lies_for_tma,
     most_segments,
@@ -28,6 +29,8 @@ from ..portable import chunk as portable
 from ..portable.recurrent import on_dense_gates
 from .backward import prepare_kda_chunk_bwd  # noqa: F401
 from .plan import HEAD_DIM, Prepare, computes
+
+SHORT_SEGMENT_TOKENS = 256  # the shortest of a sequence in three or more
 
 
 def prepare_kda_chunk_fwd(call: KdaCall) -> Optional[Callable]:
@@ -73,14 +76,20 @@ class Scan:
         facts = (N, call.T, HV, packed, v.device)
         several = most_segments(HV, v.device) > 2
         bounded = options.lower_bound is not None
-        lone = not in_place and (bounded or call.A_log is None and not several)
+        lone = 0
+        if not in_place and (bounded or call.A_log is None and not several):
+            lone = SHORT_SEGMENT_TOKENS if several else MIN_SEGMENT_TOKENS
         split, slots = count_slots(*facts, lone=lone) if lone or several else (1, N)
         found = several and split > 1 and call.T >= FEWEST * MIN_SEGMENT_TOKENS
-        self.cuts = split, (LOOK_BACK if found else LONE_LOOK_BACK).value
+        look_back = (LOOK_BACK if found else LONE_LOOK_BACK).value
+        self.cuts = split, lone or MIN_SEGMENT_TOKENS, look_back
 
         def launch(transition: int) -> Launch:
+            programs = slots * HV * 2
+            if transition:
+                programs = count_long(N, call.T, packed) * split * HV * 4
             return Launch(
-                gdn_scan_fwd_kernel, slots * HV * (2 + 2 * transition), v.device, maps=maps,
+                gdn_scan_fwd_kernel, programs, v.device, maps=maps,
                 numbers=(call.T, HV, HV, N, every, split, pool_step, transition),
                 constexprs=(in_place, 1, options.state_v_first, *REGISTERS[1], False, lone),
                 options=(("num_warps", 4), ("maxnreg", CAP[1]), ("launch_pdl", True)),

@@ -23,10 +23,13 @@ class Prepare:
     __slots__ = ("kernel", "rows", "shape", "keep", "cut")
 
     def __init__(
-        self, call: Union[KdaCall, KdaBackward], keep: bool = False, cuts: Tuple[int, int] = (1, 0)
+        self,
+        call: Union[KdaCall, KdaBackward],
+        keep: bool = False,
+        cuts: Tuple[int, int, int] = (1, 1, 0),
     ):
-        """keep: for the gradient; cuts: the most segments of a sequence that the scan computes, and
-        how many chunks before each it looks at."""
+        """keep: for the gradient; cuts: the most segments of a sequence that the scan computes, the
+        fewest tokens of one, and how many chunks before each it looks at."""
         q, k, H, HV, options = call.q, call.k, call.H, call.HV, call.options
         self.rows, self.shape = call.rows, (call.B, call.T, HV, call.K)
         self.keep, self.cut = keep, cuts[0] > 1

@@ -158,7 +158,7 @@ def _beta(ptr, stride, rest, BETA_MAX: gl.constexpr, DTYPE: gl.constexpr):
     return beta
 
 
-@gluon.jit(do_not_specialize=["T", "N", "NT", "split", "look_back"])
+@gluon.jit(do_not_specialize=["T", "N", "NT", "split", "shortest", "look_back"])
 def kda_prepare_fwd_kernel(
     q_desc,  # [.., .., tokens, H, K] box [1, 1, C, 1, 32]
     k_desc,  # likewise
@@ -181,6 +181,7 @@ def kda_prepare_fwd_kernel(
     N,
     NT,  # ceil(T / C), equal length
     split,  # the most segments of a sequence
+    shortest,  # tokens of one, at least
     look_back,  # chunks before a cut whose decay is read
     scale,
     HV: gl.constexpr,
@@ -193,8 +194,7 @@ def kda_prepare_fwd_kernel(
     WIDTH: gl.constexpr = g_desc.dtype.primitive_bitwidth
     GATES: gl.constexpr = gl.NVMMASharedLayout(4 * WIDTH, WIDTH, 2)
     STEP: gl.constexpr = WIDTH // 16  # panels of fp16 in the place of one of g
-    row = gl.program_id(0) // HV
-    hv = gl.program_id(0) % HV
+    row, hv = gl.program_id(0) // HV, gl.program_id(0) % HV
     batch, end, first, c, length = locate(row, cu_ptr, T, N, NT)
     if c * C >= length:
         return
@@ -251,7 +251,7 @@ def kda_prepare_fwd_kernel(
     rk, rq, rate = of_token(rk), of_token(rq), rate_of(A_log_ptr, hv)
     RAW: gl.constexpr = A_log_ptr is not None or LOWER is not None
     mbarrier.wait(full.index(1), 0)
-    if decay_ptr is not None and before_cut(c, length, split, look_back):
+    if decay_ptr is not None and before_cut(c, length, split, shortest, look_back):
         store_decay(decay_ptr + unit, g_smem, beta, rest, rate, dt_bias_ptr, hv, RAW, LOWER)
     for p in range(PANELS):
         g = tokens(g_smem.index(p)).to(gl.float32)
