@@ -179,6 +179,17 @@ def test_what_changes_by_itself_is_left_alone(kernel, asks):
     assert row.reason.startswith("its forward") and f" {asks}" in row.reason
 
 
+def test_a_dtype_that_autocast_alone_shows(kernel):
+    """Products are in its dtype, and so is what kernels return."""
+
+    def forward(self, x):
+        return MyMLP.forward(self, x).to(x.dtype)
+
+    kind = type("Casts", (MyMLP,), {"forward": forward})
+    with submodule("runtime.dispatch").force("reference"):
+        assert not kernel.kernelize(kind(), trust=[kind]).served
+
+
 class MyRMSNorm(nn.Module):
     def __init__(self):
         super().__init__()
