@@ -31,9 +31,12 @@ MODELS: Dict[str, Callable] = {
     "Qwen3.5": functools.partial(random_model, "qwen3_5_text"),
     "Qwen3-MoE": qwen3_moe,
     "Kimi Linear": functools.partial(random_model, "kimi_linear"),
+    "DeepSeek-V3": functools.partial(
+        random_model, "deepseek_v3", kv_lora_rank=128, qk_rope_head_dim=16
+    ),
     "FP8 Llama": fp8_llama,
 }
-WITH_EXPERTS = ("Qwen3-MoE", "Kimi Linear")
+WITH_EXPERTS = ("Qwen3-MoE", "Kimi Linear", "DeepSeek-V3")
 WITH_RING = ("Qwen3.5",)  # Gated DeltaNet, whose states may be written back later
 
 

@@ -170,6 +170,14 @@ def autocast(s, model):
         return generate(s, model)
 
 
+@both("in inference_mode, and outside again")
+def inference(s, model):
+    with torch.inference_mode():
+        inside = generate(s, model, kept=False)
+    inside["sequences"] = inside["sequences"].clone()
+    return [inside, generate(s, model, kept=False)]
+
+
 @both("a deepcopy")
 def copied(s, model):
     return generate(s, copy.deepcopy(model), kept=False)

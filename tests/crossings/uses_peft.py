@@ -1,5 +1,7 @@
 """Adapters and prompts of PEFT, each in training, in generate and with CUDA graphs."""
 
+import copy
+
 import pytest
 import torch
 from sides import use
@@ -199,6 +201,12 @@ def injected(s):
     torch.manual_seed(5)
     model.add_adapter(config)
     return [first, logits(s, model), generate(s, model, kept=False)]
+
+
+@use("LoRA: a deepcopy", needs=("peft",))
+def copied(s):
+    model = copy.deepcopy(s.serve(adapted(s, "LoRA")))
+    return [type(model).__name__, logits(s, model), step(model.train(), s)]
 
 
 @use("LoRA: checkpointing", needs=("peft",))
