@@ -332,19 +332,20 @@ def test_functions_of_a_decoder_layer(hopper, monkeypatch, name, most):
 
 
 def test_functions_of_a_kimi_delta_attention_layer(hopper):
-    """A token after a prompt. They are 179 where each attribute is found by a function of ours."""
+    """A token after a prompt. They are 152 where q, k and v are a product of their own."""
     pytest.importorskip("transformers.models.kimi_linear")
     from tiny_models import random_model
     from transformers import DynamicCache
 
-    model = random_model("kimi_linear").bfloat16().eval()
+    sizes = {"hidden_size": 64, "linear_head_dim": 64}  # that kernels take
+    model = random_model("kimi_linear", **sizes).bfloat16().eval()
     hopper.kernelize(model)
     layer = next(x for x in model.modules() if hasattr(x, "forget_gate"))
     cache = DynamicCache(config=model.config)
     x = torch.randn(1, 5, model.config.hidden_size, dtype=torch.bfloat16)
     with torch.no_grad():
         layer(x, cache, None)
-        assert 100 < functions(lambda: layer(x[:, :1], cache, None)) <= 164
+        assert 100 < functions(lambda: layer(x[:, :1], cache, None)) <= 145
 
 
 @pytest.mark.parametrize("name, most", [("tiny_qwen3", 130), ("tiny_qwen3_5", 137)])
