@@ -462,7 +462,7 @@ calls(_rule, "gdn training", {
 }, grad=True)  # fmt: skip
 
 
-def _pieces(kernel, T=8192, H=16, HV=64, D=128, slots=1, with_m=False, known=False, grad=False):
+def _pieces(kernel, T=8192, H=16, HV=64, D=128, slots=1, with_m=False, known=False, grad=""):
     """What a process tells of a sequence that others hold too, and its part of the rule; of the
     gradient what it asks of the state before that sequence."""
     call, ops = submodule("gdn.call"), submodule("gdn.ops_context")
@@ -472,7 +472,10 @@ def _pieces(kernel, T=8192, H=16, HV=64, D=128, slots=1, with_m=False, known=Fal
     one = (q, q, v, g, g, None, None, start, lengths)
     if grad:
         tensors = (*one, v, torch.empty_like(start), None, None, None)
-        launch = ops.ENTRY.serving(tensors, call.GradientOptions(True, *options))
+        options = call.GradientOptions(grad == "entry", *options)
+        launch = getattr(ops, grad.upper()).serving(tensors, options)
+        if grad == "begun":
+            return lambda: launch and launch(*tensors)(start)
         return lambda: launch and launch(*tensors)
     told = values(slots, HV, 2 * D if with_m else D, D, dtype=FP32)
     tensors = (*one, rows(slots, torch.int32), told, start if known else None)
@@ -482,7 +485,23 @@ def _pieces(kernel, T=8192, H=16, HV=64, D=128, slots=1, with_m=False, known=Fal
 
 calls(_pieces, "gdn pieces", {
     "neighbour": {}, "from states": dict(known=True), "zigzag": dict(slots=2, with_m=True),
-    "gradient": dict(grad=True),
+    "gradient": dict(grad="entry"), "gradient begun": dict(grad="begun"),
+})  # fmt: skip
+
+
+def _chain(kernel, P=4, pieces=1, HV=64, D=128, given=False, with_m=True, backward=False):
+    """The states that a process computes from what all of them have sent."""
+    chain = submodule("gdn.ops_context").CHAIN
+    gathered = values(P, 1, HV, 2 * D if with_m else D, D, dtype=FP32)
+    links = torch.ones(pieces, P, dtype=torch.int32, device=DEVICE)
+    states = values(pieces, HV, D, D, dtype=FP32) if given else None
+    tensors = (gathered, links, rows(pieces, torch.int64), states)
+    return lambda: chain.launcher((*tensors, D, backward))(*tensors)
+
+
+calls(_chain, "gdn chain", {
+    "": {}, "of two": dict(P=2, with_m=False), "from states": dict(given=True),
+    "gradient": dict(given=True, backward=True), "last gradient": dict(backward=True),
 })  # fmt: skip
 
 
@@ -917,12 +936,12 @@ calls(_choose, "sampling, choice", {
 # --- adapters
 
 
-def _adapters(kernel, M, K, outputs, rank, drop=0.0):
+def _adapters(kernel, M, K, outputs, rank, drop=0.0, dtype=FP32):
     ops = submodule("lora.ops")
     given = (
         values(M, K, grad=True), [values(N, K) for N in outputs], [None] * len(outputs),
-        [values(rank, K, dtype=FP32, grad=True) for _ in outputs],
-        [values(N, rank, dtype=FP32, grad=True) for N in outputs],
+        [values(rank, K, dtype=dtype, grad=True) for _ in outputs],
+        [values(N, rank, dtype=dtype, grad=True) for N in outputs],
         (2.0,) * len(outputs), (drop,) * len(outputs),
     )  # fmt: skip
     return with_gradients(lambda: sum([y.sum().view(1) for y in ops.adapted(*given)]), given[0])
@@ -932,6 +951,7 @@ calls(_adapters, "adapters", {
     "q, k, v": dict(M=4096, K=4096, outputs=(4096, 1024, 1024), rank=16),
     "down": dict(M=4096, K=14336, outputs=(4096,), rank=64),
     "gate, up, with dropout": dict(M=4096, K=576, outputs=(1536, 1536), rank=8, drop=0.05),
+    "in bf16": dict(M=4096, K=4096, outputs=(4096, 1024, 1024), rank=16, dtype=BF16),
 })  # fmt: skip
 
 

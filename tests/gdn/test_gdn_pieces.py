@@ -107,3 +107,22 @@ def test_what_pieces_ask_for(lengths, H, HV, gates):
     assert all(map(torch.equal, before, (call.q, call.k, one.do)))
     found = computed("gdn.hopper.chunk", "gdn_chunk_bwd", backward(call, given, blocks))
     assert torch.equal(found[7], want)
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("lengths, H, HV", [((700, 64, 1), 2, 4), ((4096,), 1, 1)])
+def test_a_gradient_begun_without_that_of_the_final_state(lengths, H, HV, prepared):
+    """Its forward pass over the states comes first: the same to the bit."""
+    call, (do, d_final) = problem(lengths, H, HV, "mixed")
+    blocks = ()
+    if prepared:
+        blocks = forward(call._replace(options=call.options._replace(save_blocks=True)))[3:]
+    one = backward(call, (do, d_final), *([blocks] if prepared else []))
+    one = one._replace(options=one.options._replace(values_only=False))
+    want = computed("gdn.hopper.chunk", "gdn_chunk_bwd", one)
+    for _ in range(2):
+        stand_in = one._replace(d_final_state=one.initial_state)
+        got = computed("gdn.hopper.pieces", "gdn_begun_bwd", stand_in)(d_final)
+        assert len(got) == len(want) == 8
+        for a, b in zip(got, want):
+            assert (a is None) == (b is None) and (a is None or torch.equal(a, b))

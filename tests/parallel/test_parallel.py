@@ -221,6 +221,62 @@ def test_sequences_that_nobody_shares_are_an_ordinary_call(kernel, monkeypatch):
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_torch_operations_of_an_eager_call(kernel, monkeypatch, rank, layout):
+    """Few and as many on every rank, beside those of the kernels' own outputs: what waits for the
+    host is every other rank."""
+    dist, ops = torch.distributed, submodule("gdn.ops_context")
+    fake_pg = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    T, H, HV, D, seen = 128, 2, 4, 16, []
+
+    class Counted(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            seen.append(str(operation))
+            return operation(*args, **(kwargs or {}))
+
+    def pieces(q, k, v, g, beta, A_log, dt_bias, start, *more):
+        o, states = torch.empty_like(v), torch.empty_like(start)
+        return lambda start: (o, states, None)
+
+    def gradients(*tensors):
+        return tensors[:8]
+
+    values = {
+        "PIECES": pieces, "ENTRY": lambda *x: (torch.empty_like(x[7]), (None,) * 3),
+        "BEGUN": lambda *x: lambda d_states: gradients(*x),
+    }  # fmt: skip
+    for name, run in values.items():
+        monkeypatch.setattr(getattr(ops, name), "serving", lambda *given, run=run: run)
+
+    def chained(gathered, links, *_):
+        return gathered.new_empty((len(links), HV, D, D))
+
+    for name, run in (("CHAIN", chained), ("GRADIENT", gradients)):
+        monkeypatch.setattr(getattr(ops, name), "launcher", lambda fields, run=run: run)
+    dist.init_process_group("fake", rank=rank, world_size=4, store=fake_pg.FakeStore())
+    try:
+        for name in ("parallel.exchange", "gdn.api_context"):
+            monkeypatch.setattr(submodule(name), "agrees", lambda group: False)
+        cp = kernel.build_cp_context([0, 4 * T], layout=layout)
+        q, v, g = torch.randn(1, T, H, D), torch.randn(1, T, HV, D), -torch.ones(1, T, HV)
+        call, options = submodule("gdn.call"), (D**-0.5, True, False, False, False, True)
+        options = call.GdnOptions(*options)
+        one = call.GdnCall(q, q, v, g, -g, None, None, None, None, cp.cu_seqlens, options)
+        ops.chunk_forward(one, cp)  # makes the tables
+        with Counted():
+            *_, start, transitions, _ = ops.chunk_forward(one, cp)
+        assert len(seen) <= 8, seen
+        options = call.GradientOptions(False, *options)
+        tensors = (*one.tensors[:7], start, cp.cu_seqlens, v, None, None, None, None)
+        seen.clear()
+        with Counted():
+            ops.chunk_backward(call.GdnBackward(*tensors, options), cp, transitions, False)
+        assert len(seen) <= 16, seen
+    finally:
+        dist.destroy_process_group()
+
+
 def test_layouts():
     fragments_of = submodule("parallel.layouts").fragments_of
     assert fragments_of("contiguous", 10, 3) == [[(0, 3)], [(3, 6)], [(6, 10)]]

@@ -64,7 +64,7 @@ def _served(call: GdnCall, made: GdnCall, cp: CpContext) -> Tuple[Tensor, Option
         initial = (initial.mT if v_first else initial).to(wide)
     inner = options._replace(state_v_first=False, output_final_state=True, state_dtype=None)
     o, states = gdn_chunk_context(made._replace(initial_state=initial, options=inner), cp)
-    o = o.view(call.v.shape)
+    o = o if o.shape == call.v.shape else o.view(call.v.shape)
     if not options.output_final_state:
         return o, None
     states = states.mT.contiguous() if v_first else states

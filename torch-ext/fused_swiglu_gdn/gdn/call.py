@@ -228,6 +228,31 @@ class GdnPieces(NamedTuple):
     state_indices = None
 
 
+class ChainOptions(NamedTuple):
+    """Options of chaining the maps of segments."""
+
+    V: int  # head dim of the values
+    backward: bool  # gradients of the states after segments, instead of the states before them
+
+
+@call
+class GdnChain(NamedTuple):
+    """A call that chains what ranks have sent of their segments of sequences.
+
+    It computes S = N_n + M_n (N_(n-1) + M_(n-1) (.. N_1)) of the segments before each, or, for
+    gradients, E_n + M_n^T (.. E_1) of those behind it plus `given`.
+    """
+
+    gathered: Tensor  # [P, slots, HV, V or V + K, K] fp32: N^T or, of gradients, E [K, V]; M^T
+    links: Tensor  # [pieces, 1 + most] int32: how many slots a segment takes, and which, in order
+    places: Tensor  # [chained] int64: the segments that take some
+    given: Optional[Tensor]  # [pieces, HV, K, V]: the states, or gradients, of the others; or zeros
+    options: ChainOptions
+
+    HV = property(lambda call: call.gathered.shape[2])
+    K = property(lambda call: call.gathered.shape[4])
+
+
 @call
 class ClearRows(NamedTuple):
     """A call that zeroes rows indices[n] of a pool where kept[n] is false."""

@@ -14,23 +14,25 @@ that needs no other rank's state contain the values to send.
 States are [pieces, HV, K, V] here, in fp32 or fp64.
 """
 
-from typing import Callable, List, Optional, Tuple
+from typing import Callable, Optional, Tuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..parallel.context import CpContext
+from ..parallel.context import CpContext, Local, Subset
 from ..parallel.exchange import start_all_gather
-from ..parallel.plan import Slot
 from ..runtime.operation import Operation
 from ..runtime.ops import needs_grad
-from .call import GdnBackward, GdnCall, GdnPieces, GradientOptions
+from .call import GdnBackward, GdnCall, GdnChain, GdnPieces, GradientOptions
 from .ops_train import CHUNK, GRADIENT, NONE
+from .reference import chain
 
 # parts of a call, which ordinary calls compute as well: there is no other definition
 PIECES = Operation("gdn.pieces", "gdn_pieces_fwd", GdnPieces, None, schema=None)
 ENTRY = Operation("gdn.pieces", "gdn_entry_bwd", GdnBackward, None, schema=None)
+BEGUN = Operation("gdn.pieces", "gdn_begun_bwd", GdnBackward, None, schema=None)
+CHAIN = Operation("gdn.chain", "gdn_chain_fwd", GdnChain, chain, schema=None)
 
 
 def _run(call: GdnCall) -> Tuple[Tensor, Tensor, Tuple[Tensor, ...]]:
@@ -53,9 +55,8 @@ def _gradients(call: GdnBackward) -> tuple:
     return GRADIENT.launcher((*call.tensors, *call.options))(*call.tensors)
 
 
-def _part(call, cp: CpContext, name: str, start: Tensor):
+def _part(call, subset: Subset, start: Tensor):
     """The call, or that of its gradient, on some of the local segments; start: their states."""
-    subset = cp.subset(name, call.device)
     q, k, v, g, beta = (subset.take(x) for x in (call.q, call.k, call.v, call.g, call.beta))
     return call._replace(
         q=q, k=k, v=v, g=g, beta=beta, cu_seqlens=subset.cu_seqlens, initial_state=start,
@@ -63,63 +64,65 @@ def _part(call, cp: CpContext, name: str, start: Tensor):
     )  # fmt: skip
 
 
-def _transitions(call: GdnCall, cp: CpContext, like: Tensor) -> Tensor:
+def _transitions(call: GdnCall, middle: Subset, like: Tensor) -> Tensor:
     """M [middle, HV, K, K] of the segments that have others on both sides."""
-    middle = cp.subset("middle", call.device).places
     eye = torch.eye(call.K, dtype=like.dtype, device=like.device)
-    eye = eye.repeat(len(middle), call.HV, 1, 1)
+    eye = eye.repeat(len(middle.places), call.HV, 1, 1)
     nothing = call.v.new_zeros(1, 1, 1, 1).expand(*call.v.shape[:3], call.K)
-    part = _part(call._replace(v=nothing), cp, "middle", eye)
+    part = _part(call._replace(v=nothing), middle, eye)
     return _run(part._replace(v=part.v.contiguous()))[1]
 
 
-def _rows(cp: CpContext, slots: int, like: Tensor, call: GdnCall) -> Tensor:
-    """Send buffer of this rank, [slots, HV, V or V + K, K]: N^T or E^T, and M^T below it.
+def _to_fill(cp: CpContext, slots: int, like: Tensor, call: GdnCall) -> Tensor:
+    """Send buffer of this rank, [slots, HV, V or V + K, K]: N^T or E, and M^T below it.
 
     Slots without a local segment are not read.
     """
-    return like.new_empty(slots, call.HV, call.V + (call.K if cp.plan.has_middle else 0), call.K)
+    return like.new_empty((slots, call.HV, call.V + (call.K if cp.plan.has_middle else 0), call.K))
 
 
-def _chained(gathered: Tensor, slots: List[Slot], V: int, transposed: bool) -> Tensor:
-    """N_n + M_n (N_(n-1) + M_(n-1) (.. N_0)) of these slots, with M^T if `transposed`.
-
-    In fp64: torch may compute products in TF32, which is too coarse for a chain of states.
-    """
-    first = gathered[slots[0].rank, slots[0].number, :, :V]
-    if len(slots) == 1:
-        return first.mT
-    S = first.double()  # S^T
-    for rank, number in slots[1:]:
-        N, M = gathered[rank, number].double().split([V, gathered.shape[-2] - V], -2)
-        S = N + S @ (M.mT if transposed else M)
-    return S.mT.to(gathered.dtype)
+def _chained(
+    gathered: Tensor, links: Tensor, chained: Subset, given: Optional[Tensor], V: int, back: bool
+) -> Tensor:
+    tensors = (gathered, links, chained.rows, given)
+    return CHAIN.launcher((*tensors, V, back))(*tensors)
 
 
-def _to_send(call: GdnCall, cp: CpContext, start: Tensor) -> Tuple[Tensor, Callable]:
+def _known_states(call: GdnCall, cp: CpContext, here: Local) -> Tensor:
+    """The states before the local segments, contiguous; 0 for those that other ranks compute."""
+    start = call.initial_state
+    if start is None:
+        v, sizes = call.v, (call.HV, call.K, call.V)
+        return cp.once(("zeros", sizes, v.dtype, v.device), lambda: v.new_zeros(
+            (len(cp.pieces), *sizes), dtype=torch.promote_types(v.dtype, torch.float32)
+        ))  # fmt: skip
+    if here.incoming.places:
+        start = start.masked_fill(here.continued, 0)
+    return start.contiguous()
+
+
+def _to_send(call: GdnCall, cp: CpContext, here: Local, start: Tensor) -> Tuple[Tensor, Callable]:
     """The values to send for the outgoing segments, and a function that finishes the forward.
 
     The function takes the states before all local segments and returns o, the final states and the
     blocks. start: these states, but 0 for those that other ranks compute.
     """
-    own = _rows(cp, cp.plan.slots_out, start, call)
-    outgoing = cp.subset("outgoing", call.device)
-    before = None if call.initial_state is None else start.mT.contiguous()
-    rows = cp.slots_on(call.device) if outgoing.places else None
-    tensors = (*call.tensors[:7], start, call.cu_seqlens, rows, own, before)
+    own, outgoing = _to_fill(cp, cp.plan.slots_out, start, call), here.outgoing
+    given = call.initial_state is not None and here.slots is not None
+    before = start.mT.contiguous() if given else None
+    tensors = (*call.tensors[:7], start, call.cu_seqlens, here.slots, own, before)
     launch = PIECES.serving(tensors, call.options) if cp.tokens else None
     if launch is not None:
         return own, launch(*tensors)
-    known = None if cp.subset("incoming", call.device).places else _run_here(call, cp, start)
+    known = None if here.incoming.places else _run_here(call, cp, start)
     if outgoing.places:
         if known is None:
-            part = _part(call, cp, "outgoing", outgoing.rows_of(start))
-            states = _run(part)[1]
+            states = _run(_part(call, outgoing, outgoing.rows_of(start)))[1]
         else:
             states = outgoing.rows_of(known[1])
         own[: len(outgoing.places), :, : call.V] = states.mT
-    middle = cp.subset("middle", call.device).places
-    for place, M in zip(middle, _transitions(call, cp, start) if middle else ()):
+    middle = here.middle.places
+    for place, M in zip(middle, _transitions(call, here.middle, start) if middle else ()):
         own[outgoing.places.index(place), :, call.V :] = M.mT
     return own, lambda start: known or _run_here(call, cp, start)
 
@@ -132,28 +135,23 @@ def chunk_forward(call: GdnCall, cp: CpContext) -> tuple:
     call: a batch of one whose sequences are the local segments; initial_state is read for segments
     that start their sequence.
     """
-    start = call.initial_state
+    start, transitions = call.initial_state, None
     if not cp.plan.chains:
         o, states, blocks = _run_here(call, cp, start)
         return o, states, start, None, blocks
-    if start is None:
-        wide = torch.promote_types(call.v.dtype, torch.float32)
-        start = call.v.new_zeros(len(cp.pieces), call.HV, call.K, call.V, dtype=wide)
-    else:
-        first = cp.marks(cp.plan.incoming, call.device).view(-1, 1, 1, 1)
-        start = start.masked_fill(~first, 0)
-    own, finish = _to_send(call, cp, start)
-    exchanged = start_all_gather(own, cp.group)
-    incoming, transitions = cp.subset("incoming", call.device).places, None
-    results = None if incoming else finish(start)
+    here = cp.here(call.device)
+    waits = bool(here.incoming.places)
+    start = _known_states(call, cp, here)
+    own, finish = _to_send(call, cp, here, start)
+    exchanged = start_all_gather(own, cp.group, waits)
+    results = None if waits else finish(start)
     gathered = exchanged()
-    if cp.subset("middle", call.device).places:
+    if waits:
+        start = _chained(gathered, here.before, here.incoming, call.initial_state, call.V, False)
+        results = finish(start)
+    if here.middle.places:
         transitions = own[:, :, call.V :].contiguous()
-    for place in incoming:
-        before, _ = cp.chain(cp.pieces[place])
-        slots = [cp.plan.outgoing[piece] for piece in before]
-        start[place] = _chained(gathered, slots, call.V, False)
-    o, states, blocks = results or finish(start)
+    o, states, blocks = results
     return o, states, start, transitions, blocks or ()
 
 
@@ -166,19 +164,17 @@ def _gradients_here(call: GdnBackward, cp: CpContext) -> tuple:
 
 
 def _to_send_back(
-    call: GdnBackward, cp: CpContext, transitions: Optional[Tensor]
-) -> Tuple[Tensor, Callable]:
-    """The values to send for the incoming segments, and a function that finishes the backward.
-
-    The function takes the gradients of the states after all segments and returns all local
-    gradients. call: with these, but without the contributions of other ranks.
-    """
-    own = _rows(cp, cp.plan.slots_in, call.initial_state, call)
-    incoming, known = cp.subset("incoming", call.device), None
+    call: GdnBackward, cp: CpContext, here: Local, transitions: Optional[Tensor]
+) -> Tuple[Tensor, GdnBackward, Optional[tuple]]:
+    """The values to send for the incoming segments, the call with what has been computed of it, and
+    its gradients where that was all of it."""
+    incoming, slots, known, E = here.incoming, cp.plan.slots_in, None, None
     if incoming.places:
-        part = _part(call, cp, "incoming", incoming.rows_of(call.initial_state))
+        part = _part(call, incoming, incoming.rows_of(call.initial_state))
+        asked = call.d_final_state
         part = part._replace(
-            do=incoming.take(call.do), d_final_state=incoming.rows_of(call.d_final_state),
+            do=incoming.take(call.do),
+            d_final_state=None if asked is None else incoming.rows_of(asked),
             tb=None, p=None, f=None, options=part.options._replace(values_only=True),
         )  # fmt: skip
         launch = ENTRY.serving(part.tensors, part.options)
@@ -186,17 +182,23 @@ def _to_send_back(
             E, (tb, p, f) = launch(*part.tensors)
             if part.T == call.T and call.tb is None:  # its chunks are those of the call
                 call = call._replace(tb=tb, p=p, f=f)
-        elif cp.subset("outgoing", call.device).places:
+        elif here.outgoing.places:
             E = _gradients(part)[7]
         else:
             known = _gradients_here(call, cp)
             E = incoming.rows_of(known[7])
-        own[: len(incoming.places), :, : call.V] = E.mT
-    for place in cp.subset("middle", call.device).places:
+        E = E.reshape(len(E), call.HV, call.V, call.K)  # its numbers as they lie, [K, V]
+    if E is not None and len(E) == slots and not cp.plan.has_middle:
+        own = E
+    else:
+        own = _to_fill(cp, slots, call.initial_state, call)
+        if E is not None:
+            own[: len(E), :, : call.V] = E
+    for place in here.middle.places:
         piece = cp.pieces[place]
         at, out = cp.plan.incoming[piece].number, cp.plan.outgoing[piece].number
         own[at, :, call.V :] = transitions[out]
-    return own, lambda d_states: known or _gradients_here(call._replace(d_final_state=d_states), cp)
+    return own, call, known
 
 
 def chunk_backward(
@@ -208,22 +210,26 @@ def chunk_backward(
     """
     if not cp.plan.chains:
         return _gradients_here(call, cp)
-    asked = call.d_final_state
-    d_states = torch.zeros_like(call.initial_state) if asked is None else asked.clone()
-    own, finish = _to_send_back(call._replace(d_final_state=d_states), cp, transitions)
-    exchanged = start_all_gather(own, cp.group)
-    outgoing = cp.subset("outgoing", call.device).places
-    grads = None if outgoing else finish(d_states)
-    gathered = exchanged()
-    for place in outgoing:
-        _, behind = cp.chain(cp.pieces[place])
-        slots = [cp.plan.incoming[piece] for piece in reversed(behind)]
-        d_states[place].add_(_chained(gathered, slots, call.V, True))
-    *grads, d_start = grads or finish(d_states)
-    if needs_initial:
-        first = cp.marks(cp.plan.incoming, call.device).view(-1, 1, 1, 1)
-        d_start = d_start.masked_fill(~first, 0)
-    return (*grads, d_start)
+    here = cp.here(call.device)
+    own, call, grads = _to_send_back(call, cp, here, transitions)
+    if here.outgoing.places:
+        asked = call.d_final_state
+        tensors = call._replace(d_final_state=call.initial_state).tensors  # of the same layout
+        launch = BEGUN.serving(tensors, call.options)
+        exchanged = start_all_gather(own, cp.group, launch is None)
+        finish = launch and launch(*tensors)
+        links = (here.behind, here.outgoing, asked, call.V, True)
+        d_states = _chained(exchanged(), *links)
+        if finish is not None:
+            grads = finish(d_states)
+        else:
+            grads = _gradients_here(call._replace(d_final_state=d_states), cp)
+    else:
+        exchanged = start_all_gather(own, cp.group)
+        grads = grads or _gradients_here(call, cp)
+        exchanged()
+    *grads, d_start = grads
+    return (*grads, d_start.masked_fill(here.continued, 0) if needs_initial else d_start)
 
 
 class _Chunk(torch.autograd.Function):

@@ -75,10 +75,9 @@ def _histories(x: Tensor, taps: int, initial: Optional[Tensor], cp: CpContext) -
     zeros."""
     D, history = x.shape[1], None
     if initial is not None:
-        first = cp.marks(cp.plan.incoming, x.device).view(-1, 1, 1)
-        history = initial.masked_fill(~first, 0).to(x.dtype)
+        history = initial.masked_fill(cp.here(x.device).continued[..., 0], 0).to(x.dtype)
     own = x.new_empty(cp.plan.slots_out, D, taps - 1)  # slots of no segment are not read
-    for number, place in enumerate(cp.subset("outgoing", x.device).places):
+    for number, place in enumerate(cp.here(x.device).outgoing.places):
         start, stop = cp.bounds[place], cp.bounds[place + 1]
         tokens = x[0, :, max(start, stop - taps + 1) : stop]  # [D, up to W - 1]
         if stop - start < taps - 1:
@@ -86,7 +85,7 @@ def _histories(x: Tensor, taps: int, initial: Optional[Tensor], cp: CpContext) -
             tokens = torch.cat([before, tokens], -1)[:, 1 - taps :]
         own[number] = tokens
     gathered = all_gather(own, cp.group)  # [P, slots, D, W - 1]
-    incoming = cp.subset("incoming", x.device).places
+    incoming = cp.here(x.device).incoming.places
     if not incoming:
         return history
     if len(cp.pieces) == len(_sources_of(cp, incoming[0], taps)) == 1:
@@ -108,7 +107,7 @@ def _return(
 
     Returns dx and the gradient of the initial states [pieces, D, W - 1], if requested.
     """
-    incoming = cp.subset("incoming", dx.device)
+    incoming = cp.here(dx.device).incoming
     if len(incoming.places) == len(cp.pieces) == cp.plan.slots_in:
         own = d_history
     else:
@@ -118,9 +117,8 @@ def _return(
     gathered = all_gather(own, cp.group)  # [P, slots, D, W - 1]
     d_initial = None
     if needs_initial:
-        first = cp.marks(cp.plan.incoming, dx.device).view(-1, 1, 1)
-        d_initial = d_history.masked_fill(~first, 0)
-    for place in cp.subset("outgoing", dx.device).places:
+        d_initial = d_history.masked_fill(cp.here(dx.device).continued[..., 0], 0)
+    for place in cp.here(dx.device).outgoing.places:
         start, stop = cp.bounds[place], cp.bounds[place + 1]
         everything = _requests_of(cp, place, taps)
         if len(everything) == 1 and stop - start >= taps - 1:

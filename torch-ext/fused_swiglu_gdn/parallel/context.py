@@ -1,5 +1,6 @@
 """CpContext: one rank's view of a batch that is split among several."""
 
+from functools import partial
 from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
@@ -31,6 +32,18 @@ class Subset(NamedTuple):
     def rows_of(self, x: Tensor) -> Tensor:
         """Selects the subset's rows of [pieces, ..]."""
         return x if len(self.places) == len(x) else x.index_select(0, self.rows)
+
+
+class Local(NamedTuple):
+    """What a rank's calls on one device ask of its segments in each pass."""
+
+    outgoing: Subset  # others continue them
+    incoming: Subset  # they continue others
+    middle: Subset  # both
+    slots: Optional[Tensor]  # [pieces] int32: the slot of each outgoing one, or -1; None if none is
+    before: Tensor  # [pieces, 1 + most] int32: how many values of others come before, and whose
+    behind: Tensor  # likewise of those behind them, the last first
+    continued: Tensor  # [pieces, 1, 1, 1], True for incoming ones
 
 
 class CpContext:
@@ -118,15 +131,30 @@ class CpContext:
         """cu_seqlens on a device."""
         return self._once("lengths", device, lambda: torch.tensor(self.bounds, dtype=torch.int32))
 
-    def slots_on(self, device) -> Tensor:
-        """[pieces], int32: the slot of an outgoing segment, and -1 for others."""
+    def here(self, device) -> Local:
+        """Which local segments go on elsewhere, with their tables on a device."""
+        found = self._known.get(device)
+        if found is None:
+            with torch.inference_mode(False):
+                found = self._known[device] = self._local(device)
+        return found
 
-        def make():
-            slots = [self.plan.outgoing.get(piece) for piece in self.pieces]
-            numbers = [-1 if slot is None else slot.number for slot in slots]
-            return torch.tensor(numbers, dtype=torch.int32)
-
-        return self._once("slots", device, make)
+    def _local(self, device) -> Local:
+        plan, pieces = self.plan, self.pieces
+        slots = [plan.outgoing.get(piece, (0, -1))[1] for piece in pieces]
+        before = [[plan.outgoing[x] for x in self.chain(piece)[0]] for piece in pieces]
+        behind = [[plan.incoming[x] for x in self.chain(piece)[1][::-1]] for piece in pieces]
+        outgoing, incoming, middle = map(
+            partial(self._subset, device=device),
+            ([plan.outgoing], [plan.incoming], [plan.outgoing, plan.incoming]),
+        )
+        return Local(
+            outgoing, incoming, middle,
+            _on(device, slots) if outgoing.places else None,
+            _on(device, _linked(before, plan.slots_out)),
+            _on(device, _linked(behind, plan.slots_in)),
+            ~self.marks(plan.incoming, device).view(-1, 1, 1, 1),
+        )  # fmt: skip
 
     def lengths_alone(self, x: object, dim: int) -> Optional[Tensor]:
         """cu_seqlens for an equivalent ordinary call on x, whose dimension `dim` is tokens, or
@@ -149,26 +177,21 @@ class CpContext:
             [piece not in others for piece in self.pieces], dtype=torch.bool
         ))  # fmt: skip
 
-    def subset(self, name: str, device) -> Subset:
-        """The local segments that are "outgoing", "incoming" or, being both, in the "middle"."""
-
-        def make():
-            kinds = {"outgoing": [self.plan.outgoing], "incoming": [self.plan.incoming]}
-            wanted = kinds.get(name, [self.plan.outgoing, self.plan.incoming])
-            places = [i for i, piece in enumerate(self.pieces) if all(piece in x for x in wanted)]
-            spans = [(self.bounds[i], self.bounds[i + 1]) for i in places]
-            bounds = [0]
-            for start, stop in spans:
-                bounds.append(bounds[-1] + stop - start)
-            side_by_side = all(a[1] == b[0] for a, b in zip(spans, spans[1:]))
-            rows = from_host(torch.tensor(places, dtype=torch.int64), device)
-            lengths = from_host(torch.tensor(bounds, dtype=torch.int32), device)
-            if side_by_side:
-                whole = (spans[0][0], spans[-1][1]) if spans else (0, 0)
-                return Subset(places, rows, lengths, whole, None)
-            return Subset(places, rows, lengths, None, from_host(_columns(spans), device))
-
-        return self._once(name, device, make)
+    def _subset(self, kinds: List[Dict[Piece, Slot]], device) -> Subset:
+        """The local segments that are in all of these."""
+        places = [i for i, piece in enumerate(self.pieces) if all(piece in x for x in kinds)]
+        spans = [(self.bounds[i], self.bounds[i + 1]) for i in places]
+        bounds = [0]
+        for start, stop in spans:
+            bounds.append(bounds[-1] + stop - start)
+        side_by_side = all(a[1] == b[0] for a, b in zip(spans, spans[1:]))
+        rows = from_host(torch.tensor(places, dtype=torch.int64), device)
+        if side_by_side:
+            whole = (spans[0][0], spans[-1][1]) if spans else (0, 0)
+            return Subset(places, rows, _on(device, bounds), whole, None)
+        return Subset(
+            places, rows, _on(device, bounds), None, from_host(_columns(spans), device)
+        )  # fmt: skip
 
     def chain(self, piece: Piece) -> Tuple[List[Piece], List[Piece]]:
         """The segments of a sequence before one of its segments, and those after it, in order."""
@@ -185,7 +208,9 @@ class CpContext:
         if key not in self._known:
             with torch.inference_mode(False):
                 made = make()
-                self._known[key] = from_host(made, device) if isinstance(made, Tensor) else made
+                if device is not None and isinstance(made, Tensor):
+                    made = from_host(made, device)
+                self._known[key] = made
         return self._known[key]
 
 
@@ -198,6 +223,17 @@ def _has_tokens(x: object, dim: object, tokens: int, where: str) -> None:
 
 def _columns(fragments: Sequence[Tuple[int, int]]) -> Tensor:
     return torch.cat([torch.arange(0), *(torch.arange(a, b) for a, b in fragments)])
+
+
+def _on(device, numbers: list) -> Tensor:
+    return from_host(torch.tensor(numbers, dtype=torch.int32), device)
+
+
+def _linked(chains: List[List[Slot]], slots: int) -> List[List[int]]:
+    """The rows of Local.before or behind, of these chains of slots, `slots` a rank."""
+    most = max(map(len, chains), default=0)
+    rows = [[rank * slots + number for rank, number in chain] for chain in chains]
+    return [[len(row), *row, *[0] * (most - len(row))] for row in rows]
 
 
 class _Unshard(torch.autograd.Function):

@@ -31,35 +31,52 @@ def has(group, backend: str) -> bool:
 
 
 @functools.cache
-def _one_tensor(name: str) -> Callable:
+def _one_tensor(name: str, owner=dist) -> Callable:
     """The collective on one tensor for all ranks, under the name that this torch has for it."""
-    older = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}
-    return getattr(dist, f"{name}_single", None) or getattr(dist, older[name])
+    older = {"all_gather": "_allgather_base", "reduce_scatter": "reduce_scatter_tensor"}
+    return getattr(owner, f"{name}_single", None) or getattr(owner, older[name])
+
+
+@functools.cache
+def _gathering(at_once: bool) -> object:
+    """Options of an all-gather; at_once: it runs on the caller's own stream, who waits for it."""
+    options = dist.distributed_c10d.AllgatherOptions()
+    if hasattr(options, "asyncOp"):  # from torch 2.8 on
+        options.asyncOp = not at_once
+    return options
 
 
 def all_gather(own: Tensor, group) -> Tensor:
     """Gathers [..] of every rank, of one shape, to [P, ..]."""
-    return start_all_gather(own, group)()
+    return start_all_gather(own, group, at_once=True)()
 
 
-def start_all_gather(own: Tensor, group) -> Callable[[], Tensor]:
+def start_all_gather(own: Tensor, group, at_once: bool = False) -> Callable[[], Tensor]:
     """Starts an all_gather and returns a function that finishes it; launches in between overlap
-    it."""
+    it.
+
+    at_once: there are none. torch's own function checks for longer than the collective takes the
+    host, so the group's method is called.
+    """
     P = size(group)
     if P == 1:
         return lambda: own.unsqueeze(0)
+    group = dist.group.WORLD if group is None else group
     by_host = has(group, f"{own.device.type}:gloo")  # gloo moves bytes of the host
     own = own.contiguous()
     as_it_is = own.dtype in WIRE and not by_host
     wire = own if as_it_is else own.view(-1).view(torch.uint8)
     wire = wire.cpu() if by_host else wire
-    everyone = wire.new_empty(P * wire.shape[0], *wire.shape[1:])
-    work = _one_tensor("all_gather")(everyone, wire, group=group, async_op=True)
+    everyone = wire.new_empty((P, *own.shape) if as_it_is else P * wire.numel())
+    gather = _one_tensor("all_gather", type(group))
+    work = gather(group, everyone, wire, _gathering(at_once))
 
     def end() -> Tensor:
-        work.wait()
-        found = everyone if as_it_is else everyone.to(own.device).view(own.dtype)
-        return found.view(P, *own.shape)
+        if work is not None:
+            work.wait()
+        if as_it_is:
+            return everyone
+        return everyone.to(own.device).view(own.dtype).view(P, *own.shape)
 
     return end
 

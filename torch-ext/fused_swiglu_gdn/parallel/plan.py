@@ -37,12 +37,7 @@ class Plan(NamedTuple):
     incoming: Dict[Piece, Slot]
     slots_out: int  # of a process, at most
     slots_in: int
-
-    @property
-    def has_middle(self) -> bool:
-        """True if some piece has a predecessor and a successor, so that its transition is
-        needed."""
-        return any(len(chain) > 2 for chain in self.chains.values())
+    has_middle: bool  # some piece has a predecessor and a successor: its transition is needed
 
 
 def make_plan(cu_seqlens: Sequence[int], layout: Sequence[Sequence[Tuple[int, int]]]) -> Plan:
@@ -63,7 +58,8 @@ def make_plan(cu_seqlens: Sequence[int], layout: Sequence[Sequence[Tuple[int, in
     chains = {n: sorted(chain, key=_start) for n, chain in chains.items() if len(chain) > 1}
     outgoing, slots_out = _slots(pieces, [p for chain in chains.values() for p in chain[:-1]])
     incoming, slots_in = _slots(pieces, [p for chain in chains.values() for p in chain[1:]])
-    return Plan(pieces, chains, outgoing, incoming, slots_out, slots_in)
+    has_middle = any(len(chain) > 2 for chain in chains.values())
+    return Plan(pieces, chains, outgoing, incoming, slots_out, slots_in, has_middle)
 
 
 def _start(piece: Piece) -> int:

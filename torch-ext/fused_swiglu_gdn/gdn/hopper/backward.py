@@ -54,18 +54,20 @@ def is_readable(x: torch.Tensor) -> bool:
 
 
 def _prepare(call: GdnBackward) -> Callable:
-    return on_read(_Gradient, call, *TOKENS, lies=is_readable)
+    return on_read(Gradient, call, *TOKENS, lies=is_readable)
 
 
-class _Gradient(Padded):
+class Gradient(Padded):
     """The launches for all calls with the same shapes, strides, dtypes and options."""
 
     __slots__ = (
-        "where", "values_only", "prepare", "own", "reverse", "forward", "chunks", "gates", "betas",
-        "workspace", "padding",
+        "where", "values_only", "ahead", "prepare", "own", "reverse", "forward", "chunks", "gates",
+        "betas", "workspace", "padding",
     )  # fmt: skip
 
-    def __init__(self, call: GdnBackward):
+    def __init__(self, call: GdnBackward, ahead: bool = False):
+        """ahead: `begun` runs the forward pass, before d_final_state is known."""
+        self.ahead = ahead
         do, d_final, prepared = call.do, call.d_final_state, call.prepared
         self.values_only, self.where = call.options.values_only, call.device
         self.padding = padding_launch(call)
@@ -76,7 +78,8 @@ class _Gradient(Padded):
             blocks = self.prepare.arrays(low)
         ends = d_final, gradient_like(call.initial_state)
         self.reverse = pass_over_states(call, do, *ends, reverse=True)
-        self.forward = pass_over_states(call, call.v, call.initial_state, None, reverse=False)
+        ends = call.initial_state, None
+        self.forward = pass_over_states(call, call.v, *ends, reverse=False, alone=ahead)
         tokens, units = call.B * call.T * call.HV, call.rows * call.HV
         arrays = [(units * call.K * call.V, low), (units * call.K * call.V, low)]  # S, dS
         arrays.append((tokens * call.V, low))  # vt
@@ -89,9 +92,13 @@ class _Gradient(Padded):
             arrays += [(units * size, fp32) for size in (64, 8 * 64, 8 * 64, 1)]
         self.workspace = Workspace(*arrays, *blocks)
 
-    def launched(
-        self, q, k, v, g, beta, A_log, dt_bias, initial, cu_seqlens, do, d_final, *prepared
-    ) -> tuple:
+    def launched(self, *tensors) -> tuple:
+        return self.begun(*tensors)(tensors[10])
+
+    def begun(
+        self, q, k, v, g, beta, A_log, dt_bias, initial, cu_seqlens, do, _, *prepared
+    ) -> Callable:  # fmt: skip
+        """Launches what needs no d_final_state; returns a function of it, of the gradients."""
         memory, (h, dh, vt, *places) = self.workspace(v)
         if self.own:
             *places, tb, p, f, decay = places
@@ -100,34 +107,42 @@ class _Gradient(Padded):
             tb, p, f, _ = self.prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens)
         else:
             tb, p, f = prepared
-        dv = v.new_empty(v.shape)
-        d_initial = None if initial is None else torch.empty_like(initial)
         blocks = (tb, p, f, tb)
-        self.reverse(k, q, do, dv, dh, *blocks, d_final, d_initial, cu_seqlens, None)
-        self.forward(k, q, v, vt, h, *blocks, initial, None, cu_seqlens, None)
-        d_initial = None if initial is None else d_initial.contiguous()
-        if self.values_only:
-            return None, None, dv, None, None, None, None, d_initial
-        cumulative, by_query, by_key, ends = places
-        dq, dk = q.new_empty(q.shape), k.new_empty(k.shape)
-        gates = (g, A_log, dt_bias, cu_seqlens)
-        parts = (by_query, by_key, ends)
-        self.chunks(q, k, do, vt, dv, h, dh, *gates, f, dq, dk, cumulative, *parts)
-        gates = self.gates(
-            g, beta, A_log, dt_bias, cu_seqlens, f, *parts
-        )  # dg, dbeta, dA_log, ddt_bias
-        of_chunks = (p, f, cumulative, None, None)
-        self.betas(k, v, beta, cu_seqlens, *of_chunks, do, vt, dv, h, dh, gates[1])
-        return (dq, dk, dv, *gates, d_initial)
+        forward = (k, q, v, vt, h, *blocks, initial, None, cu_seqlens, None)
+        if self.ahead:
+            self.forward(*forward)
+
+        def finish(d_final: Optional[torch.Tensor], memory=memory) -> tuple:
+            dv = v.new_empty(v.shape)
+            d_initial = None if initial is None else torch.empty_like(initial)
+            self.reverse(k, q, do, dv, dh, *blocks, d_final, d_initial, cu_seqlens, None)
+            if not self.ahead:
+                self.forward(*forward)
+            d_initial = None if initial is None else d_initial.contiguous()
+            if self.values_only:
+                return None, None, dv, None, None, None, None, d_initial
+            cumulative, by_query, by_key, ends = places
+            dq, dk = q.new_empty(q.shape), k.new_empty(k.shape)
+            own = (g, A_log, dt_bias, cu_seqlens)
+            parts = (by_query, by_key, ends)
+            self.chunks(q, k, do, vt, dv, h, dh, *own, f, dq, dk, cumulative, *parts)
+            own = (g, beta, A_log, dt_bias, cu_seqlens)
+            gates = self.gates(*own, f, *parts)  # dg, dbeta, dA_log, ddt_bias
+            of_chunks = (p, f, cumulative, None, None)
+            self.betas(k, v, beta, cu_seqlens, *of_chunks, do, vt, dv, h, dh, gates[1])
+            return (dq, dk, dv, *gates, d_initial)
+
+        return finish
 
 
 def pass_over_states(
-    call: GdnBackward, x, first, last, reverse: bool, stores: bool = True
+    call: GdnBackward, x, first, last, reverse: bool, stores: bool = True, alone: bool = False
 ) -> Launch:
     """The launch of one pass over the states: the backward one of x = dO for the gradient, or the
     forward one of x = v for S.
 
     first, last: the states at its two ends. stores: it keeps states and deltas of all chunks.
+    alone: a forward pass that does not come right behind the backward one, beside which it runs.
     """
     q, v, T, K, HV, rows = call.q, call.v, call.T, call.K, call.HV, call.rows
     v_first, packed = call.options.state_v_first, call.cu_seqlens is not None
@@ -150,7 +165,7 @@ def pass_over_states(
         maps=maps,
         numbers=(kv_strides(first, v_first), kv_strides(last, v_first), T, HV, call.H),
         constexprs=(reverse, REGISTERS[1][1]),
-        options=(("num_warps", 4), ("maxnreg", CAP[1]), ("launch_pdl", not reverse)),
+        options=(("num_warps", 4), ("maxnreg", CAP[1]), ("launch_pdl", not (reverse or alone))),
         guarded=True,
     )
 

@@ -21,7 +21,7 @@ from ...runtime.launch import Launch
 from ..call import GdnBackward, GdnPieces
 from ..portable.backward import APART, TOKENS
 from ..portable.primitives import on_read
-from .backward import gradient_like, is_readable, pass_over_states
+from .backward import Gradient, gradient_like, is_readable, pass_over_states
 from .chunk import prompts
 from .plan import CAP, REGISTERS, Scan, block_map, computes, prepare_of, token_map
 from .summary import gdn_summary_kernel
@@ -114,3 +114,35 @@ class _Entry:
             # with decays it keeps neither tokens nor states: their maps are of what it reads
             self.states(k, q, do, do, tb, tb, p, f, tb, d_final, d_initial, cu_seqlens, decay)
         return d_initial, (tb, p, f)
+
+
+def prepare_gdn_begun_bwd(call: GdnBackward) -> Optional[Callable]:
+    """The call's tensors -> a function of d_final_state, which returns the gradients as
+    prepare_gdn_chunk_bwd has them. What does not need it is launched before.
+
+    call.d_final_state stands for it: it has its layout.
+    """
+    return on_dense(_prepare_begun, call, *APART) if computes(call) else None
+
+
+def _prepare_begun(call: GdnBackward) -> Callable:
+    return on_read(_Begun, call, *TOKENS, lies=is_readable)
+
+
+class _Begun(Gradient):
+    """The launches for all calls with the same shapes, strides, dtypes and options."""
+
+    __slots__ = ()
+
+    def __init__(self, call: GdnBackward):
+        super().__init__(call, ahead=True)
+
+    def __call__(self, *tensors) -> Callable:
+        with device.on(self.where):
+            finish = self.begun(*tensors)
+
+        def on_device(d_final_state: Tensor) -> tuple:
+            with device.on(self.where):  # no padding: a rank's segments have all its tokens
+                return finish(d_final_state)
+
+        return on_device
