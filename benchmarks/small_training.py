@@ -1,12 +1,12 @@
 """Training steps of a small model, where the host is slower than the GPU, beside transformers.
 
-    python benchmarks/small_training.py [--rounds 40] [--json FILE]
+    python benchmarks/small_training.py [--rounds 40] [--adamw] [--json FILE]
     python benchmarks/small_training.py --tiny --device cpu --rounds 2 --json FILE
 
 A Llama of SmolLM2-135M's sizes with random weights takes steps of AdamW on 4 x 1024 tokens: all of
 its weights in fp32 under autocast, or in bf16, and LoRA's adapters (the peft package) on frozen
-weights in bf16, under autocast and without. Both models take each step in turns, from an idle GPU
-to an idle GPU; the record has the medians.
+weights in bf16, under autocast and without. Of Qwen3-0.6B's sizes, all weights are trained. Both
+models take each step in turns, from an idle GPU to an idle GPU; the record has the medians.
 """
 
 import copy
@@ -14,20 +14,20 @@ from functools import partial
 from typing import Callable, Dict
 
 import torch
+from compare_lora import MODELS
 from kernel_time import in_turns, seconds
 from real_model import TINY, adapted
 from runner import run
 
-SIZES = {
-    "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
-    "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True,
-}  # fmt: skip
-# what is trained: the dtype of the weights, under autocast, with adapters
+# what is trained: sizes of compare_lora.py, the dtype of the weights, under autocast, with adapters
+SMALL, QWEN = "SmolLM2-135M", "Qwen3-0.6B"
 WAYS = {
-    "AdamW, weights in fp32 under autocast": (torch.float32, True, False),
-    "AdamW, weights in bf16": (torch.bfloat16, False, False),
-    "LoRA on bf16 under autocast": (torch.bfloat16, True, True),
-    "LoRA on bf16": (torch.bfloat16, False, True),
+    "AdamW, weights in fp32 under autocast": (SMALL, torch.float32, True, False),
+    "AdamW, weights in bf16": (SMALL, torch.bfloat16, False, False),
+    "LoRA on bf16 under autocast": (SMALL, torch.bfloat16, True, True),
+    "LoRA on bf16": (SMALL, torch.bfloat16, False, True),
+    f"{QWEN}, AdamW, weights in fp32 under autocast": (QWEN, torch.float32, True, False),
+    f"{QWEN}, AdamW, weights in bf16": (QWEN, torch.bfloat16, False, False),
 }
 
 
@@ -56,31 +56,41 @@ def times(steps: Dict[str, Callable], rounds: int, synchronize: Callable) -> Dic
 
 ARGUMENTS = {
     "--rounds": {"type": int, "default": 40},
+    "--adamw": {"action": "store_true", "help": "without LoRA"},
     "--tiny": {"action": "store_true", "help": "a model of two small layers"},
     "--device": {"choices": ("cpu", "cuda"), "default": "cuda"},
 }
 
 
-def rows(package, options):
-    from transformers import LlamaConfig, LlamaForCausalLM
+def model_of(name: str, tiny: bool, device: str):
+    import transformers
 
-    config = LlamaConfig(**(TINY if options.tiny else SIZES))
-    base = LlamaForCausalLM(config).train()
-    tokens = (2, 32) if options.tiny else (4, 1024)
-    ids = torch.randint(config.vocab_size, tokens).to(options.device)
-    synchronize = torch.cuda.synchronize if ids.is_cuda else lambda: None
-    for what, (dtype, mixed, adapters) in WAYS.items():
-        steps = {}
+    kind, sizes, _ = MODELS[name]
+    sizes = {**TINY, **({"head_dim": 16} if kind == "Qwen3" else {})} if tiny else sizes
+    with torch.device(device):
+        config = getattr(transformers, f"{kind}Config")(**sizes)
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+
+
+def rows(package, options):
+    synchronize = torch.cuda.synchronize if options.device == "cuda" else lambda: None
+    for what, (name, dtype, mixed, adapters) in WAYS.items():
+        if adapters and options.adamw:
+            continue
+        base, steps = model_of(name, options.tiny, options.device), {}
+        tokens = (2, 32) if options.tiny else (4, 1024)
+        ids = torch.randint(base.config.vocab_size, tokens).to(options.device)
         for side in ("ours", "modeling"):
-            model = copy.deepcopy(base).to(options.device, dtype)
+            model = copy.deepcopy(base).to(dtype)
             model = adapted(model) if adapters else model
             if side == "ours":
                 print(package.kernelize(model, mode="training"), flush=True)
             steps[side] = step_of(model, ids, mixed)
+        del base
         yield {"what": what, "us": times(steps, options.rounds, synchronize)}
 
 
-main = partial(run, __doc__, "small_training", rows, ARGUMENTS)
+main = partial(run, __doc__, "small_training", rows, ARGUMENTS, merge=True)
 
 if __name__ == "__main__":
     main()
