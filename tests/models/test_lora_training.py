@@ -136,18 +136,50 @@ def test_a_trainer_in_bf16(kernel, tmp_path):
     assert errors[1] < 1.2 * errors[0] < 0.5 * len(start)
 
 
+def _adapted(device):
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(random_model("llama"), config)
+    with torch.no_grad():
+        for n, p in model.named_parameters():
+            if "lora_B" in n:
+                p.normal_(std=0.05)
+    return model.to(device)
+
+
+def _fsdp2(rank: int, device) -> list:
+    """Groups that were served and norms of gradients, of PEFT and served, under FSDP2."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh, found = torch.distributed.init_device_mesh(device.type, (2,)), []
+    for order in ("", "kernelize first", "fully_shard first"):
+        model = _adapted(device)
+        if order == "kernelize first":
+            load_package().kernelize(model)
+        for layer in model.base_model.model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        if order == "fully_shard first":
+            load_package().kernelize(model)
+        ids = tokens(4, 9).to(device)[2 * rank : 2 * rank + 2]
+        _, gradients, count = step(model, ids)
+        norms = [g.full_tensor().double().norm().item() for g in gradients.values()]
+        found.append([count, len(norms), *norms])
+    return found
+
+
+def test_two_processes_of_fsdp2(tmp_path):
+    for own, *ours in found_by(_fsdp2, "cpu", tmp_path):
+        assert own[0] == 0 and own[1] == 28
+        for each in ours:
+            assert each[0] == 8 and each[1:] == pytest.approx(own[1:], rel=1e-3)
+
+
 def _ddp(rank: int, device) -> list:
     """Groups that were served and norms of gradients, of PEFT and served, under DDP and alone."""
     found = []
     for ours in (False, True):
-        torch.manual_seed(0)
-        config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-        model = peft.get_peft_model(random_model("llama"), config)
-        with torch.no_grad():
-            for n, p in model.named_parameters():
-                if "lora_B" in n:
-                    p.normal_(std=0.05)
-        model = model.to(device)
+        model = _adapted(device)
         if ours:
             load_package().kernelize(model)
         whole = nn.parallel.DistributedDataParallel(model)

@@ -262,6 +262,25 @@ def test_another_head(device):
     assert plain(adapted)
 
 
+def _parallel_steps(rank: int, where) -> list:
+    """The loss and the norms of gradients under DDP, of another batch in each process, without and
+    with logits; gradients are accumulated over two parts, and summed over processes once."""
+    loss.device = types.SimpleNamespace(is_gpu=lambda where: True)
+    found = []
+    for ours in (False, True):
+        model = tiny().to(where)
+        whole = torch.nn.parallel.DistributedDataParallel(served(model) if ours else model)
+        given = {k: x.roll(rank, 1) for k, x in batch(model).items()}
+        with whole.no_sync():
+            (whole(**{k: x[:1] for k, x in given.items()}).loss / 2).backward()
+        out = whole(**{k: x[1:] for k, x in given.items()})
+        (out.loss / 2).backward()
+        assert (out.logits is None) == ours
+        norms = [p.grad.norm().item() for p in model.parameters() if p.grad is not None]
+        found.append([out.loss.item(), *norms])
+    return found
+
+
 def _sharded_step(rank: int, where) -> list:
     """The loss and the norms of gradients of a model, sharded by FSDP2 without and with logits."""
     from torch.distributed.fsdp import fully_shard
@@ -285,10 +304,11 @@ def _sharded_step(rank: int, where) -> list:
     return found
 
 
-def test_fsdp2(tmp_path):
+@pytest.mark.parametrize("steps", [_parallel_steps, _sharded_step], ids=["ddp", "fsdp2"])
+def test_two_processes(tmp_path, steps):
     two = pytest.importorskip("two_processes")
-    for own, ours in two.found_by(_sharded_step, "cpu", tmp_path):
-        assert ours == pytest.approx(own, rel=1e-5)
+    for own, ours in two.found_by(steps, "cpu", tmp_path):
+        assert len(own) > 5 and ours == pytest.approx(own, rel=1e-5)
 
 
 def plain(model, **options) -> bool:

@@ -80,6 +80,33 @@ def test_policies(example, kernel):
     assert all(apart < 1e-4 for _, _, apart in found.values())
 
 
+def test_log_probabilities_for_trl(example, kernel):
+    """The method that its trainer calls."""
+    module = example("train_policy")
+    trainer = module.trainer_of(kernel, object)()
+    trainer.accelerator = SimpleNamespace(unwrap_model=lambda model: model)
+    trainer.temperature = 0.7
+    model, ids, mask = module.tiny_model("llama"), torch.randint(256, (2, 9)), torch.ones(2, 9)
+    mask[1, 7:] = 0
+    with torch.no_grad():
+        logits = model(input_ids=ids, attention_mask=mask).logits[:, 3:-1] / 0.7
+        given = (model, ids, mask, 5)
+        found, none, losses = trainer._get_per_token_logps_and_entropies(*given)
+        again, entropy, _ = trainer._get_per_token_logps_and_entropies(*given, compute_entropy=True)
+    assert none is losses is None and torch.equal(found, again)
+    right = torch.distributions.Categorical(logits=logits.float())
+    there = mask[:, 4:] == 1
+    torch.testing.assert_close(found[there], right.log_prob(ids[:, 4:])[there])
+    torch.testing.assert_close(entropy[there], right.entropy()[there])
+
+
+def test_policies_by_trl(example, kernel):
+    for package in ("trl", "datasets"):
+        pytest.importorskip(package)
+    trl, ours = example("train_policy").run_trl(kernel, "cpu", steps=2).values()
+    assert len(trl) == 2 and ours == pytest.approx(trl, abs=1e-4)
+
+
 def test_serving(example, kernel, capsys):
     pytest.importorskip("accelerate")  # of continuous batching
     found = example("serve").run(kernel, None, count=5)

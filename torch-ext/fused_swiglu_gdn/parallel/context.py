@@ -35,7 +35,7 @@ class Subset(NamedTuple):
 
 
 class Local(NamedTuple):
-    """What a rank's calls on one device ask of its segments in each pass."""
+    """The local segments that continue on other ranks, and their tables, on one device."""
 
     outgoing: Subset  # others continue them
     incoming: Subset  # they continue others
@@ -132,7 +132,7 @@ class CpContext:
         return self._once("lengths", device, lambda: torch.tensor(self.bounds, dtype=torch.int32))
 
     def here(self, device) -> Local:
-        """Which local segments go on elsewhere, with their tables on a device."""
+        """The local segments that continue on other ranks, with their tables on a device."""
         found = self._known.get(device)
         if found is None:
             with torch.inference_mode(False):
