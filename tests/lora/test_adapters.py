@@ -97,6 +97,32 @@ def test_kernels(where, size, dtype, low, drop):
         assert relative_error(ours, theirs) < (fine if low is torch.float32 else TOLERANCE[low])
 
 
+@pytest.mark.parametrize("drop", [0.0, 0.3])
+@pytest.mark.parametrize("dtype, low", DTYPES)
+def test_over_given_products(where, dtype, low, drop):
+    """As base layers compute them that are not plain weights; they are not overwritten."""
+    x, weights, biases, down, up, scales, _ = problem(*SIZES[2], dtype, where, low=low)
+    drops, absent = (drop,) * len(up), [None] * len(up)
+    products = [(x.detach() @ w.t()).requires_grad_() for w in weights]
+    before = [y.detach().clone() for y in products]
+    torch.manual_seed(3)
+    ys = ops.adapted(x, products, absent, down, up, scales, drops, True)
+    torch.manual_seed(3)
+    seed = torch.randint(2**62, (1,), device=x.device) if drop else None
+    nothing = [torch.zeros_like(w) for w in weights]
+    leaves, right = exact(x, nothing, absent, down, up, scales, drops, seed)
+    dys = [torch.randn_like(y) for y in ys]
+    found = torch.autograd.grad(ys, (x, *products, *down, *up), dys)
+    true = torch.autograd.grad(right, leaves, [dy.double() for dy in dys])
+    assert all(map(torch.equal, products, before))
+    for ours, y, base in zip(ys, right, before):
+        assert relative_error(ours, y + base) < TOLERANCE[dtype]
+    count = len(ys)
+    assert all(map(torch.equal, found[1 : 1 + count], dys))
+    for ours, theirs in zip((found[0], *found[1 + count :]), true):
+        assert relative_error(ours, theirs) < TOLERANCE[ours.dtype]
+
+
 def test_what_is_not_needed(where):
     """Gradients of frozen adapters, of outputs that no loss reads, and of an x that needs none."""
     given = problem(*SIZES[1], torch.float32, where)
@@ -142,7 +168,7 @@ def test_the_reference(device):
     tensors = (given[0], *given[3], *given[4])
     dys = [torch.randn_like(y) for y in ys]
     true = torch.autograd.grad(right, leaves, dys)
-    reference, options = submodule("lora.reference"), (*given[5:], True, True, True)
+    reference, options = submodule("lora.reference"), (*given[5:], False, True, True, True)
     absent = (None,) * (4 - len(ys))
     h = torch.cat([given[0] @ a.t() for a in given[3]], 1)
     parts = (

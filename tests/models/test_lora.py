@@ -210,6 +210,27 @@ def test_adapters_in_bf16(kernel):
     assert errors[1] < 1.1 * errors[0]
 
 
+class Called(torch.nn.Linear):
+    """Stands for a quantised linear: its product is its own, and its weight gets no gradient."""
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.weight.detach(), self.bias) * 2
+
+
+def test_base_layers_that_are_called(kernel):
+    """Adapters over other modules than a plain nn.Linear, all of them or one in a group."""
+    for some in (False, True):
+        model, served, _ = both(kernel)
+        for each in (model, served):
+            for name, module in list(each.named_modules()):
+                if hasattr(module, "lora_A") and not (some and "k_proj" not in name):
+                    module.base_layer.__class__ = Called
+        # those that are called are not in a group with weights
+        same_step(model, served, tokens(2, 9), 10 if some else 8)
+        assert "base layer" not in str(kernel.kernelize(served))
+        same_step(model, served, tokens(2, 9), 10 if some else 8)
+
+
 def test_dropout(kernel):
     """By masks of our own: off in evaluation, repeated by a seed, and PEFT's mean."""
     model, served, report = both(kernel, lora_dropout=0.3)

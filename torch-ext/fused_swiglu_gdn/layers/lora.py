@@ -1,8 +1,9 @@
 """Projections with LoRA adapters of the peft package, several of one tensor in few launches.
 
 A module is served while it is what kernelize has looked at: PEFT's own Linear over a plain frozen
-nn.Linear, with one active adapter that is not merged, not disabled and no variant of LoRA. All else
-is asked at every call, and left to PEFT's own forward.
+nn.Linear, or over a module that is called, such as transformers' FP8Linear, with one active adapter
+that is not merged, not disabled and no variant of LoRA. All else is asked at every call, and left
+to PEFT's own forward.
 """
 
 import functools
@@ -23,7 +24,7 @@ FEWEST = 128  # tokens, below which the modules are called
 
 
 class Parts:
-    """Weights of a module with an adapter."""
+    """Weights of a module with an adapter; the weight is None where its base layer is called."""
 
     __slots__ = ("weight", "bias", "down", "up", "scale", "drop")
 
@@ -55,14 +56,15 @@ def parts_of(module: nn.Module) -> Optional[Parts]:
         drop = dropout.p if dropout.training else 0.0
     elif type(dropout) is not nn.Identity:
         return None
-    found = parameters_of(inner["base_layer"], down, up)
+    base, calls = inner["base_layer"], type(inner["base_layer"]) is not nn.Linear
+    found = parameters_of(down, up) if calls else parameters_of(down, up, base)
     scale = attributes["scaling"].get(name)
     if found is None or type(scale) not in (float, int):
         return None
-    (weight, bias), (a, none), (b, bias_of_up) = found
-    if none is not None or bias_of_up is not None or weight.requires_grad:
+    (a, none), (b, bias_of_up), (weight, bias) = (*found, (None, None))[:3]
+    if none is not None or bias_of_up is not None:
         return None
-    if bias is not None and bias.requires_grad:
+    if any([x is not None and x.requires_grad for x in (weight, bias)]):
         return None
     return Parts(weight, bias, a, b, float(scale), float(drop)) if drop < 1 else None
 
@@ -78,9 +80,11 @@ def _may_serve(x: torch.Tensor) -> bool:
     )
 
 
-def projections(x: torch.Tensor, linears: Sequence[nn.Module]) -> Optional[List[torch.Tensor]]:
+def projections(
+    x: torch.Tensor, linears: Sequence[nn.Module], call: Optional[Callable] = None
+) -> Optional[List[torch.Tensor]]:
     """linear(x) of each of several modules, of which some are served, or None if all must be
-    called."""
+    called. call(x, *modules): calls several modules, such as base layers."""
     if not _may_serve(x) or not torch_unpatched():
         return None
     parts = [parts_of(linear) for linear in linears]
@@ -88,18 +92,22 @@ def projections(x: torch.Tensor, linears: Sequence[nn.Module]) -> Optional[List[
     K, dtype = x.shape[-1], x.dtype
     if dtype is not torch.bfloat16 and dispatch.forced is None:
         return None
-    places = [
-        i
-        for i, p in enumerate(parts)
-        if p is not None and p.weight.shape[1] == K and p.weight.dtype is dtype
-    ][:MOST]
+    there = [i for i, p in enumerate(parts) if p is not None and p.down.shape[1] == K]
+    places = [i for i in there if parts[i].weight is not None and parts[i].weight.dtype is dtype]
+    known = not places
+    places = ([i for i in there if parts[i].weight is None] if known else places)[:MOST]
     found = [parts[i] for i in places]
     if not any([p.down.requires_grad or p.up.requires_grad for p in found]):
         return None
+    weights = [p.weight for p in found]
+    if known:
+        bases = [linears[i]._modules["base_layer"] for i in places]
+        ys = call(given, *bases) if call else [base(given) for base in bases]
+        weights = [y.reshape(-1, y.shape[-1]) for y in ys]
     ys = adapted(
-        x.reshape(-1, K), [p.weight for p in found], [p.bias for p in found],
+        x.reshape(-1, K), weights, [p.bias for p in found],
         [p.down for p in found], [p.up for p in found], tuple([p.scale for p in found]),
-        tuple([p.drop for p in found]),
+        tuple([p.drop for p in found]), known,
     )  # fmt: skip
     if ys is None:
         return None

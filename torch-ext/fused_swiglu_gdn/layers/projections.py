@@ -45,7 +45,7 @@ def projections(
                 others = (linear(x) for linear in rest)
             return [next(others) if y is None else y for y in found]
     if lora.FORMS and torch.is_grad_enabled():
-        found = lora.projections(x, linears)
+        found = lora.projections(x, linears, projections)
         if found is not None:
             return found
     return None if together else [linear(x) for linear in linears]

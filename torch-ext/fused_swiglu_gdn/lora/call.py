@@ -16,6 +16,7 @@ MOST = 4  # adapters, of projections that share their input
 class LoraOptions(NamedTuple):
     scales: Tuple[float, ...]  # of the adapters
     drops: Tuple[float, ...]  # shares of x that their dropouts set to 0
+    given: bool  # the products with the weights stand in the weights' places, [M, N]
 
 
 @call
@@ -44,6 +45,7 @@ class Lora(NamedTuple):
 class LoraGradientOptions(NamedTuple):
     scales: Tuple[float, ...]
     drops: Tuple[float, ...]
+    given: bool  # there are no weights, and dx is that of the adapters
     of_x: bool  # gradients that are needed
     of_a: bool
     of_b: bool
@@ -54,7 +56,7 @@ class LoraGradient(NamedTuple):
     x: Tensor  # [M, K]
     h: Tensor  # [M, R] fp32: x a^T of all adapters
     seed: Optional[Tensor]
-    w0: Tensor
+    w0: Optional[Tensor]
     w1: Optional[Tensor]
     w2: Optional[Tensor]
     w3: Optional[Tensor]

@@ -21,14 +21,15 @@ _ABSENT = (None,) * MOST
 
 class _Projections(torch.autograd.Function):
     """(launch, options, x, weights, biases, a, b, seed) -> y of each. Weights, biases, a and b are
-    MOST each."""
+    MOST each; with options.given, products are in the places of weights."""
 
     @staticmethod
     def forward(ctx, launch: Callable, options: LoraOptions, x: Tensor, *given):
         h, *ys = launch(x, *given)
         *given, seed = given
         ctx.options = options
-        ctx.save_for_backward(x, h, seed, *given[:MOST], *given[2 * MOST :])
+        weights = _ABSENT if options.given else given[:MOST]
+        ctx.save_for_backward(x, h, seed, *weights, *given[2 * MOST :])
         ctx.set_materialize_grads(False)
         return tuple(ys)
 
@@ -42,7 +43,8 @@ class _Projections(torch.autograd.Function):
         needs, count = ctx.needs_input_grad[2:-1], len(ctx.options.scales)
         x, h, seed, *given = ctx.saved_tensors
         given_rows = [
-            x.new_zeros((x.shape[0], w.shape[0])) if dy is None else dy for dy, w in zip(dys, given)
+            x.new_zeros((x.shape[0], b.shape[0])) if dy is None else dy
+            for dy, b in zip(dys, given[2 * MOST :])
         ]
         absent = _ABSENT[count:]
         rows = [dy if dy.stride(1) == 1 else dy.contiguous() for dy in given_rows]
@@ -51,7 +53,8 @@ class _Projections(torch.autograd.Function):
         run = GRADIENT.launcher((*tensors, *ctx.options, needs[0], of_a, of_b))
         dx, *found = run(*tensors)
         das, dbs = (*found[:count], *absent), (*found[count:], *absent)
-        return (None, None, dx, *_ABSENT, *_ABSENT, *das, *dbs, None)
+        of_products = (*dys, *absent) if ctx.options.given else _ABSENT
+        return (None, None, dx, *of_products, *_ABSENT, *das, *dbs, None)
 
 
 class _Adapted(Operation):
@@ -80,17 +83,18 @@ LORA = _Adapted(FAMILY, "lora_fwd", Lora, reference, check=_complete, schema=Non
 
 def adapted(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Optional[Tensor]],
-    down: Sequence[Tensor], up: Sequence[Tensor], scales: tuple, drops: tuple,
+    down: Sequence[Tensor], up: Sequence[Tensor], scales: tuple, drops: tuple, given: bool = False,
 ) -> Optional[List[Tensor]]:  # fmt: skip
     """x w^T + bias + scale (dropout(x) a^T) b^T of each of up to MOST projections with a frozen
-    weight, or None where no kernel serves. x is [M, K]. drops: of each dropout, its probability."""
+    weight, or None where no kernel serves. x is [M, K]. drops: of each dropout, its probability.
+    given: `weights` are not weights, but the products with them, [M, N]."""
     absent, seed = _ABSENT[len(weights) :], None
     if any(drops):
         seed = torch.randint(2**62, (1,), device=x.device)
     tensors = (x, *weights, *absent, *biases, *absent, *down, *absent, *up, *absent, seed)
-    run = LORA.serving(tensors, (scales, drops))
+    run = LORA.serving(tensors, (scales, drops, given))
     if run is not None:
         return run(*tensors)
     if dispatch.forced == "reference":
-        return list(reference.lora_fwd(*tensors, scales, drops)[1:])
+        return list(reference.lora_fwd(*tensors, scales, drops, given)[1:])
     return None

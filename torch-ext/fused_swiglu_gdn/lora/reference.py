@@ -50,20 +50,20 @@ def _wide(tensors: Sequence[Optional[Tensor]]) -> list:
 
 def lora_fwd(x: Tensor, *more) -> Tuple[Tensor, ...]:
     """h [M, R] of all adapters, and y [M, N] of each projection."""
-    *tensors, seed, scales, drops = more
+    *tensors, seed, scales, drops, known = more
     weights, biases, *adapters = _four(tuple(tensors))
     down, up = map(_wide, adapters)
     found, hs, wide = [], [], x.to(down[0].dtype)
     for i, (scale, p) in enumerate(zip(scales, drops)):
         hs.append(_dropped(wide, seed, i, p) @ down[i].t())
-        base = F.linear(x, weights[i], biases[i])
+        base = weights[i] if known else F.linear(x, weights[i], biases[i])
         found.append((base + hs[-1] @ up[i].t() * scale).to(x.dtype))
     return (torch.cat(hs, 1), *found)
 
 
 def lora_bwd(x: Tensor, h: Tensor, seed: Optional[Tensor], *more) -> tuple:
     """dx, and da and db of each adapter; None where they are not needed."""
-    *tensors, scales, drops, of_x, of_a, of_b = more
+    *tensors, scales, drops, known, of_x, of_a, of_b = more
     weights, *adapters, dys = _four(tuple(tensors))
     down, up = map(_wide, adapters)
     dx, das, dbs, at, wide = None, [], [], 0, x.to(h.dtype)
@@ -74,6 +74,7 @@ def lora_bwd(x: Tensor, h: Tensor, seed: Optional[Tensor], *more) -> tuple:
         dbs.append((given.t() @ h[:, at : at + rank]).to(adapters[1][i]) if of_b else None)
         at += rank
         if of_x:
-            part = dys[i] @ weights[i] + _dropped(dh @ down[i], seed, i, p).to(x.dtype)
+            part = _dropped(dh @ down[i], seed, i, p).to(x.dtype)
+            part = part if known else dys[i] @ weights[i] + part
             dx = part if dx is None else dx + part
     return (dx, *das, *dbs)

@@ -31,9 +31,6 @@ def lora_linear(module: nn.Module) -> Optional[tuple]:
     own = own_class(module)
     if not _is_pefts(own):
         return None
-    base = module._modules.get("base_layer")
-    if type(base) is not nn.Linear:
-        return lora.LAYER, f"its base layer is a {type(base).__name__}, not an nn.Linear", None
     if getattr(module, "fan_in_fan_out", False):
         return lora.LAYER, "its weight is transposed (fan_in_fan_out)", None
     return lora.LAYER, None, own

@@ -41,7 +41,7 @@ def _is_served(x, weights: list, down: list, up: list) -> bool:
         and all([t.dtype in (torch.float32, dtype) and t.is_contiguous() for t in wide])
         and max([len(a) for a in down]) <= MAX_RANK
         and max([t.numel() for t in wide]) < 2**31
-        and max([len(w) for w in weights]) * x.shape[0] < 2**46
+        and max([len(b) for b in up]) * x.shape[0] < 2**46
     )
 
 
@@ -93,7 +93,7 @@ def _there(tensors) -> list:
 
 def prepare_lora_fwd(call: Lora) -> Optional[Callable]:
     """(x, weights, biases, a, b, seed) -> (h, y of each)."""
-    x, given, (scales, drops) = call.x, call.tensors[1:-1], call.options
+    x, given, (scales, drops, known) = call.x, call.tensors[1:-1], call.options
     weights, _, down, up = [given[i : i + MOST] for i in range(0, len(given), MOST)]
     if not _is_served(x, _there(weights), _there(down), _there(up)):
         return None
@@ -108,7 +108,8 @@ def prepare_lora_fwd(call: Lora) -> Optional[Callable]:
         narrow(*(x,) * count, *absent, *given[2 * MOST : 3 * MOST], h, seed)
         ys = []
         for w, bias, N in zip(given, given[MOST:], group.N):
-            ys.append(linear(x, w, bias, x.new_empty((x.shape[0], N))))
+            y = x.new_empty((x.shape[0], N))
+            ys.append(y.copy_(w) if known else linear(x, w, bias, y))
         wide(*ys, *absent, *given[3 * MOST :], h)
         return (h, *ys)
 
@@ -119,7 +120,7 @@ def prepare_lora_bwd(call: LoraGradient) -> Optional[Callable]:
     """(x, h, seed, weights, a, b, dy) -> (dx, da of each, db of each)."""
     x, _, _, *given = call.tensors
     weights, down, up, dys = [given[i : i + MOST] for i in range(0, len(given), MOST)]
-    scales, drops, of_x, of_a, of_b = call.options
+    scales, drops, known, of_x, of_a, of_b = call.options
     dys = _there(dys)
     if not _is_served(x, _there(weights), _there(down), _there(up)):
         return None
@@ -147,8 +148,8 @@ def prepare_lora_bwd(call: LoraGradient) -> Optional[Callable]:
             das = [torch.empty_like(a) for a in down[:count]]
             of_down(*(x,) * count, *absent, *das, *absent, dh, seed)
         if of_x:
-            dx = torch.mm(dys[0], weights[0])
-            for dy, w in zip(dys[1:count], weights[1:]):
+            dx = torch.zeros_like(x) if known else torch.mm(dys[0], weights[0])
+            for dy, w in zip(dys[1:count], () if known else weights[1:]):
                 dx.addmm_(dy, w)
             add(dx, dh, *down, seed)
         return (dx, *das, *dbs)
