@@ -472,7 +472,7 @@ def _pieces(kernel, T=8192, H=16, HV=64, D=128, slots=1, with_m=False, known=Fal
     one = (q, q, v, g, g, None, None, start, lengths)
     if grad:
         tensors = (*one, v, torch.empty_like(start), None, None, None)
-        options = call.GradientOptions(grad == "entry", *options)
+        options = call.GradientOptions(True, *options)
         launch = getattr(ops, grad.upper()).serving(tensors, options)
         if grad == "begun":
             return lambda: launch and launch(*tensors)(start)

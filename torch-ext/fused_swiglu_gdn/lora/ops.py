@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..runtime import dispatch
-from ..runtime.operation import Operation
+from ..runtime.operation import Operation, wrapped
 from ..runtime.ops import last_derivative, transformed
 from . import reference
 from .call import MOST, Lora, LoraGradient, LoraOptions
@@ -71,7 +71,10 @@ class _Adapted(Operation):
         launch, options = self._prepared(call, (FAMILY, "lora_bwd")), call.options
         if launch is None:
             return None
-        return lambda *tensors: _Projections.apply(launch, options, *tensors)
+        apply = _Projections.apply
+        if not any(map(wrapped, there)):  # without torch's look for functorch's transforms
+            apply = super(torch.autograd.Function, _Projections).apply
+        return lambda *tensors: apply(launch, options, *tensors)
 
 
 def _complete(call: Lora) -> Lora:
