@@ -155,7 +155,7 @@ def run_trl(kernel, device: str, steps: int) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=20, help="(default: 20)")
-    parser.add_argument("--trl", action="store_true", help="GRPO by TRL's trainer")
+    parser.add_argument("--trl", action="store_true", help="GRPO by TRL's trainer (default: False)")
     options = parser.parse_args()
     if options.steps < 1:
         parser.error("--steps must be at least 1")

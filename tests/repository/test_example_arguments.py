@@ -58,6 +58,7 @@ def test_what_cannot_run(monkeypatch, capsys, name, line, words):
     "name, line, package",
     [
         ("finetune_lora", "", "peft"),
+        ("train_policy", "--trl", "trl"),
         ("finetune_lora", "--gguf", "gguf"),
         ("train_bytes", "--out .", "matplotlib"),
         ("train_digits", "", "scikit-learn"),
