@@ -121,7 +121,7 @@ def rows(package, options):
             as_text[name] = statistics.mean(same)
             if taken:
                 rounds[name] = statistics.mean(taken)
-                alone[name] = 1 - sum(taken) / (NEW - 1) / len(texts)
+                alone[name] = max(0.0, 1 - sum(taken) / (NEW - 1) / len(texts))  # surplus
         yield {"what": kind, "us": us, "tokens_a_round": rounds, "without_a_round": alone,
                "as_the_text": as_text}  # fmt: skip
     loop.Pace = own

@@ -285,7 +285,7 @@ def of_drafts_of_text(record: dict) -> str:
             rows.append(
                 [f"{row['what']}: {way}", f"{t:.0f}", f"{us['without drafts'] / t:.2f}",
                  *cells(row["tokens_a_round"], [way], "{:.2f}"),
-                 *("" if x is None else f"{100 * x:.0f} %" for x in facts)]
+                 *("" if x is None else f"{100 * max(x, 0):.0f} %" for x in facts)]
             )  # fmt: skip
     return table(
         ["", "a token, us", "speed-up", "tokens a round", "tokens without a round",
