@@ -483,6 +483,16 @@ def mtp_of(kernel, model, count):
     return kernel.load_mtp(model, weights, count)
 
 
+def with_a_helper(rounds, monkeypatch, model, ids, helper, device, words):
+    """Asserts that drafts of an assistant or an MTP layer change nothing; returns the output
+    without them."""
+    monkeypatch.setattr(loop.Pace, "WORTH", -9)
+    before = run(model, ids, **words)
+    rounds.captures = rounds.replays = 0
+    assert_the_same(run(model, ids, assistant_model=helper, **words), before, LIMIT[device])
+    return before
+
+
 @pytest.mark.parametrize("options", [{}, {"eos_token_id": list(range(40, 60))}], ids=["", "end"])
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"])
@@ -493,12 +503,8 @@ def test_an_mtp_layer(kernel, rounds, monkeypatch, name, count, options, device)
     model, ids = tiny(name, device), tokens(1, 11, device=device)
     kernel.kernelize(model, cuda_graphs=True)
     layer = mtp_of(kernel, model, count)
-    monkeypatch.setattr(loop.Pace, "WORTH", -9)
     words = {"max_new_tokens": 24, **options}
-    before = run(model, ids, **words)
-    rounds.captures = rounds.replays = 0
-    after = run(model, ids, assistant_model=layer, **words)
-    assert_the_same(after, before, LIMIT[device])
+    before = with_a_helper(rounds, monkeypatch, model, ids, layer, device, words)
     needed = -(-(len(before.logits) - 1) // (count + 1))  # rounds, were all drafts right
     assert needed < 3 or rounds.captures == 1 and rounds.replays >= needed - 1
     ahead = generate(model, ids, assistant_model=layer, **words)
@@ -581,12 +587,8 @@ def test_an_assistant(kernel, rounds, monkeypatch, name, helper, options, device
     model, ids = tiny(name, device), tokens(1, 11, device=device)
     assistant = tiny(helper, device)
     kernel.kernelize(model, cuda_graphs=True)
-    monkeypatch.setattr(loop.Pace, "WORTH", -9)
     words = {"max_new_tokens": 24, **options}
-    before = run(model, ids, **words)
-    rounds.captures = rounds.replays = 0
-    after = run(model, ids, assistant_model=assistant, **words)
-    assert_the_same(after, before, LIMIT[device])
+    with_a_helper(rounds, monkeypatch, model, ids, assistant, device, words)
     if not options:
         assert rounds.captures == 1 and rounds.replays >= 3
 

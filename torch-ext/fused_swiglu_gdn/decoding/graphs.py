@@ -148,10 +148,9 @@ class Step(Replayed):
         """Runs the model on this cache and these inputs. choice: that of the token, which takes the
         place of the logits if the call is a replay."""
         if self.graph is not None:
-            tensors, key = _kind(inputs, self.static[0].device, choice)
-            if key == self.key and self.holds(
-                cache, self.static[0].device
-            ):  # so what else is asked below is as it was
+            device = self.static[0].device
+            tensors, key = _kind(inputs, device, choice)
+            if key == self.key and self.holds(cache, device):  # so all asked below is as it was
                 return self._replay(cache, tensors, choice)
         reason = self.reason or why_eager(model, cache, inputs)
         if reason is not None:
