@@ -237,7 +237,7 @@ def test_restored_copied_and_pickled(graph, device):
     other = copy.deepcopy(model)
     for name in HOOKS:
         assert other.__dict__[name].model is other and model.__dict__[name].model is model
-    graphs.restore_graphs(model)
+    graphs.restore_graphs(model.named_modules())
     assert not any(name in model.__dict__ for name in HOOKS)
     model = Generates()
     graphs.serve_graphs(model)

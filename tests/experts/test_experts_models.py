@@ -286,7 +286,7 @@ def test_what_transformers_computes_is_said_once(caplog):
 
 def test_left_alone_without_kernels():
     model = model_of()
-    rows = experts.serve_experts(model)
+    rows = experts.serve_experts(model.named_modules())
     assert [row.reason for row in rows] == ["there are no kernels for cpu"] * 2
     assert model.config._experts_implementation == "grouped_mm"
     assert not any(experts.BEFORE in m.__dict__ for m in modules(model))
@@ -298,18 +298,18 @@ def test_set_and_restored(everywhere):
     with torch.no_grad():
         expected = model(tokens(2, 7)).logits
     for _ in range(2):  # a second time changes nothing
-        rows = experts.serve_experts(model)
+        rows = experts.serve_experts(model.named_modules())
         assert [row.reason for row in rows] == [None, None]
         assert model.config._experts_implementation == NAME
     with torch.no_grad():
         assert torch.allclose(model(tokens(2, 7)).logits, expected, atol=1e-5)
     assert list(model.state_dict()) == state and model.config.to_dict() == before
     twin = copy.deepcopy(model)
-    assert experts.restore_experts(model) == 2
+    assert experts.restore_experts(model.named_modules()) == 2
     assert model.config._experts_implementation == "grouped_mm"
-    assert experts.restore_experts(model) == 0
+    assert experts.restore_experts(model.named_modules()) == 0
     assert twin.config._experts_implementation == NAME
-    assert experts.restore_experts(twin) == 2
+    assert experts.restore_experts(twin.named_modules()) == 2
 
 
 def test_reaches_the_function(everywhere, monkeypatch):
@@ -320,7 +320,7 @@ def test_reaches_the_function(everywhere, monkeypatch):
     model = model_of()
     model(tokens(2, 7))
     assert not seen
-    experts.serve_experts(model)
+    experts.serve_experts(model.named_modules())
     model(tokens(2, 7))
     assert seen == [(14, 2), (14, 2)]
 
@@ -328,7 +328,7 @@ def test_reaches_the_function(everywhere, monkeypatch):
 @pytest.mark.parametrize("of", ["the class", "a module"])
 def test_a_gate_that_is_replaced_after_kernelize(everywhere, monkeypatch, of):
     model = model_of()
-    experts.serve_experts(model)
+    experts.serve_experts(model.named_modules())
     model(tokens(2, 7))
     one = next(m for m in model.modules() if experts.is_experts(m))
 
@@ -351,13 +351,13 @@ def test_asked_for_by_name():
     expected = model(tokens(2, 7)).logits
     model.set_experts_implementation(experts.register_experts())
     assert torch.equal(model(tokens(2, 7)).logits, expected)
-    experts.restore_experts(model)  # was not kernelize's choice
+    experts.restore_experts(model.named_modules())  # was not kernelize's choice
     assert model.config._experts_implementation == NAME
 
 
 def test_saved_and_loaded(everywhere, tmp_path):
     model = model_of()
-    experts.serve_experts(model)
+    experts.serve_experts(model.named_modules())
     model.save_pretrained(tmp_path)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert again.config._experts_implementation == "grouped_mm"
@@ -420,7 +420,7 @@ def test_reasons(everywhere):
 def test_the_users_choice_stays(everywhere):
     model = model_of()
     model.config._experts_implementation_internal = "sonicmoe"
-    rows = experts.serve_experts(model)
+    rows = experts.serve_experts(model.named_modules())
     assert rows[0].reason == "its experts implementation was set to sonicmoe"
     assert model.config._experts_implementation == "sonicmoe"
 
@@ -428,7 +428,7 @@ def test_the_users_choice_stays(everywhere):
 def test_all_of_a_configuration_or_none(everywhere):
     model = model_of()
     modules(model)[1].act_fn = torch.nn.Sigmoid()
-    rows = experts.serve_experts(model)
+    rows = experts.serve_experts(model.named_modules())
     assert rows[0].reason == "other experts of the same configuration are not served"
     assert model.config._experts_implementation == "grouped_mm"
 
@@ -469,7 +469,7 @@ def test_gpt_oss(everywhere, monkeypatch):
         if "bias" in name or "sinks" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     served = copy.deepcopy(model)
-    rows = [*experts.serve_experts(served), *serve_blocks(served)]
+    rows = [*experts.serve_experts(served.named_modules()), *serve_blocks(served)]
     kinds = {row.kind for row in rows if row.reason is None}
     assert kinds == {"GptOssExperts", "GptOssTopKRouter"} and len(rows) == 4
     check_the_same(served, model)

@@ -49,7 +49,7 @@ def step(model, share=1, **options):
 
 
 def served(model, least=False):
-    row = loss.serve_loss(model, least)
+    row = loss.serve_loss(model.named_modules(), least)
     assert (row.reason, row.layer) == (None, "loss")
     return model
 
@@ -143,7 +143,7 @@ def test_adapters(device):
     config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
     compare(peft.get_peft_model(tiny(), config).to(device), share=4)
     config = peft.LoraConfig(target_modules=["lm_head"])
-    row = loss.serve_loss(peft.get_peft_model(tiny(), config))
+    row = loss.serve_loss(peft.get_peft_model(tiny(), config).named_modules())
     assert row.reason == "its lm_head is a Linear, not an nn.Linear"
 
 
@@ -461,20 +461,22 @@ def test_models_that_do_more_with_their_logits():
 
 
 def test_left_alone():
-    assert loss.serve_loss(torch.nn.Linear(2, 2)) is None
+    assert loss.serve_loss(torch.nn.Linear(2, 2).named_modules()) is None
     model = tiny()
     model.loss_function = lambda *_, **__: None
-    assert loss.serve_loss(model).reason == "its loss function is not transformers' ForCausalLMLoss"
+    left = "its loss function is not transformers' ForCausalLMLoss"
+    assert loss.serve_loss(model.named_modules()).reason == left
     model = tiny()
     model.forward = lambda **_: None
-    assert "its forward is replaced already" in loss.serve_loss(model).reason
+    assert "its forward is replaced already" in loss.serve_loss(model.named_modules()).reason
     model = tiny()
 
     class Other(torch.nn.Linear):
         pass
 
     model.lm_head.__class__ = Other
-    assert loss.serve_loss(model).reason == "its lm_head is a Other, not an nn.Linear"
+    left = "its lm_head is a Other, not an nn.Linear"
+    assert loss.serve_loss(model.named_modules()).reason == left
     model = tiny()
 
     class Other(type(model)):
@@ -482,4 +484,4 @@ def test_left_alone():
             return super().forward(input_ids, labels=labels)
 
     model.__class__ = Other
-    assert "is not that of transformers" in loss.serve_loss(model).reason
+    assert "is not that of transformers" in loss.serve_loss(model.named_modules()).reason

@@ -15,7 +15,7 @@ from typing import Any, Callable, Optional
 import torch
 from torch import nn
 
-from ..layers.plain import named_modules
+from ..layers.plain import Named
 from .draft_loop import drafted
 from .graph_rules import CACHES, cache_among
 from .late import UTILS, Generate, view_class, view_of
@@ -69,9 +69,9 @@ class Drafted(Generate):
         return own(model, *args, **options)
 
 
-def serve_drafts(model: nn.Module) -> None:
+def serve_drafts(modules: Named) -> None:
     """Lets generate of the model, or of one inside it, take drafts where transformers refuses."""
-    for _, module in named_modules(model):
+    for _, module in modules:
         before, kind = module.__dict__.get(Drafted.name), type(module)
         refused = getattr(kind, "_is_stateful", False) and hasattr(kind, "generate")
         if type(before) is Generate and not refused and _is_generate_own(kind):

@@ -13,7 +13,7 @@ from typing import Any, Callable, List, NamedTuple, Optional, Tuple
 import torch
 from torch import nn
 
-from ..layers.plain import named_modules
+from ..layers.plain import Named, named_modules
 from ..layers.replay import rings_begin
 from .ahead import MASK, Ahead, Masks, Update, ahead_of, restore_ahead, serve_ahead
 from .capture import Graph
@@ -53,8 +53,9 @@ class Served(NamedTuple):
 
 def serve_graphs(model: nn.Module) -> Served:
     """Makes transformers' generate decode with CUDA graphs if it has a static cache."""
-    restore_graphs(model)
-    found = _generating(model)
+    modules = named_modules(model)
+    restore_graphs(modules)
+    found = _generating(modules)
     if found is None:
         return Served("", type(model).__name__, None, "no CUDA graph: it cannot generate")
     name, inner = found
@@ -72,10 +73,10 @@ def serve_graphs(model: nn.Module) -> Served:
     return Served(name, kind.__name__, note, None)
 
 
-def restore_graphs(model: nn.Module) -> int:
+def restore_graphs(modules: Named) -> int:
     """Undoes serve_graphs; returns the number of modules that changed."""
     served = 0
-    for _, module in named_modules(model):
+    for _, module in modules:
         if REPLACED.isdisjoint(module.__dict__):
             continue
         take_back(module, Generate)
@@ -86,9 +87,9 @@ def restore_graphs(model: nn.Module) -> int:
     return served
 
 
-def _generating(model: nn.Module) -> Optional[Tuple[str, nn.Module]]:
+def _generating(modules: Named) -> Optional[Tuple[str, nn.Module]]:
     """The outermost module whose generate calls get_compiled_call, with its name."""
-    for name, module in named_modules(model):
+    for name, module in modules:
         kind = type(module)
         if hasattr(kind, SEAM) and hasattr(kind, "prepare_inputs_for_generation"):
             return name, module

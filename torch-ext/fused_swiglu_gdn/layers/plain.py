@@ -205,7 +205,10 @@ def torch_unpatched(compiling: Optional[bool] = None) -> bool:
     )
 
 
-def named_modules(model: nn.Module) -> List[Tuple[str, nn.Module]]:
+Named = List[Tuple[str, nn.Module]]  # modules of a model by their paths
+
+
+def named_modules(model: nn.Module) -> Named:
     """All (name, module) of a model in nn.Module's order, without its generator for each level."""
     found, known, left = [], set(), [("", model)]
     while left:

@@ -11,7 +11,7 @@ from torch import nn
 from ..decoding.drafts import serve_drafts
 from ..decoding.graph_rules import why_not_model
 from ..decoding.graphs import Served, restore_graphs, serve_graphs
-from ..layers.plain import PLAIN_TENSORS, named_modules, told
+from ..layers.plain import PLAIN_TENSORS, Named, named_modules, told
 from ..layers.replay import PAYS_FROM
 from ..parallel.checks import is_group
 from ..runtime.checks import are_flags, are_words, is_int, is_model
@@ -114,20 +114,21 @@ def kernelize(
         if "gdn" not in kinds:
             raise ValueError('only and skip must leave "gdn" in where cp_group is given')
         is_group(cp_group, "cp_group")
-    restore_attention(model)
-    with _looking, as_gathered(model), _as_it_was(), quiet(), trusting(trust):
-        rows = _serve_modules(model, kinds, replay)
+    modules = named_modules(model)  # once: a large model has thousands
+    restore_attention(modules)
+    with _looking, as_gathered(modules), _as_it_was(), quiet(), trusting(trust):
+        rows = _serve_modules(modules, kinds, replay)
     if cp_group is not None:
         _exchanges_states(model, rows)
         rows += serve_attention(model) if cp_attention else []
-    restore_graphs(model)
-    of_loss = serve_loss(model, loss == LEAST) if loss else None
+    restore_graphs(modules)
+    of_loss = serve_loss(modules, loss == LEAST) if loss else None
     if "loss" in kinds and (of_loss is None or of_loss.reason is not None):
-        found = serve_cross_entropy(model, _place_of(model))
+        found = serve_cross_entropy(modules, _place_of(model))
         of_loss = of_loss or found
     rows += [] if of_loss is None else [of_loss]
     rows += [_of_decoding(serve_graphs(model))] if cuda_graphs else []
-    serve_drafts(model)
+    serve_drafts(modules)
     rows += [_replays(model, rows, replay)] if replay else []
     return Report([row for row in rows if row is not None], _place_of(model)).warn_once()
 
@@ -200,9 +201,9 @@ def _as_it_was():
             torch.set_num_threads(threads)
 
 
-def _serve_modules(model: nn.Module, kinds: set, replay: int) -> List[Row]:
+def _serve_modules(modules: Named, kinds: set, replay: int) -> List[Row]:
     rows = []
-    for name, module in reversed(named_modules(model)):  # parts come before what they are parts of
+    for name, module in reversed(modules):  # parts come before what they are parts of
         if is_nothing(type(module), bool(module._modules)) and "forward" not in module.__dict__:
             continue
         unserve(module)
@@ -219,8 +220,8 @@ def _serve_modules(model: nn.Module, kinds: set, replay: int) -> List[Row]:
         rows.append(Row(name, kind, finding.layer, note, reason, finding.unknown))
     rows.reverse()
     if "experts" in kinds:
-        return rows + serve_experts(model)
-    restore_experts(model)
+        return rows + serve_experts(modules)
+    restore_experts(modules)
     return rows
 
 
@@ -286,9 +287,10 @@ def restore(model: nn.Module) -> int:
         0
     """
     is_model("restore", model)
-    restore_attention(model)
-    served = sum([unserve(module) for _, module in named_modules(model)])
-    return served + restore_experts(model) + restore_graphs(model)
+    modules = named_modules(model)
+    restore_attention(modules)
+    served = sum([unserve(module) for _, module in modules])
+    return served + restore_experts(modules) + restore_graphs(modules)
 
 
 def _check_mode(mode) -> None:

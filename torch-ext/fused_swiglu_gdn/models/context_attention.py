@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers.plain import named_modules
+from ..layers.plain import Named, named_modules
 from ..parallel import checks
 from ..parallel.context import CpContext
 from .report import Row
@@ -103,8 +103,8 @@ def serve_attention(model: nn.Module) -> List[Row]:
     return found
 
 
-def restore_attention(model: nn.Module) -> None:
-    for _, module in named_modules(model):
+def restore_attention(modules: Named) -> None:
+    for _, module in modules:
         before = module.__dict__.pop(BEFORE, None)
         if before is not None:
             module.set_attn_implementation(before)

@@ -20,7 +20,7 @@ from ..experts.call import ALPHA
 from ..layers.activations import activation_of
 from ..layers.pinned import Pinned
 from ..layers.pins import Walk, is_of, names_in
-from ..layers.plain import named_modules, told, why_not_tensor
+from ..layers.plain import Named, told, why_not_tensor
 from ..runtime.dtypes import HALF
 from .code import Refused
 from .experts_trial import FLAGS, Form, computes, loop_of
@@ -193,8 +193,7 @@ def is_experts(module: nn.Module) -> bool:
     return any([x is not None and told(x, "ndim") == 3 for x in weights])
 
 
-def experts_in(model: nn.Module) -> List[Tuple[str, nn.Module]]:
-    modules = named_modules(model)
+def experts_in(modules: Named) -> Named:
     return [(n, m) for n, m in modules if not STACKED.isdisjoint(m._parameters) and is_experts(m)]
 
 
@@ -247,12 +246,12 @@ def why_not_here(module: nn.Module) -> Optional[str]:
     return None
 
 
-def serve_experts(model: nn.Module) -> List[Row]:
+def serve_experts(modules: Named) -> List[Row]:
     """Has transformers call our kernels for all modules of experts that they serve.
 
     The choice is the configuration's, which modules share: it is made where all of them are served.
     """
-    found = experts_in(model)
+    found = experts_in(modules)
     reasons = [_why_left(module) for _, module in found]
     refused = {id(m.config) for (_, m), why in zip(found, reasons) if why and hasattr(m, "config")}
     before = {id(m.config): m.__dict__[BEFORE] for _, m in found if BEFORE in m.__dict__}
@@ -305,9 +304,9 @@ def _restore(module: nn.Module) -> bool:
     return True
 
 
-def restore_experts(model: nn.Module) -> int:
+def restore_experts(modules: Named) -> int:
     """Gives the configurations their own choice back; returns how many modules were served."""
-    found = [m for _, m in experts_in(model)]
+    found = [m for _, m in experts_in(modules)]
     served = [
         m for m in found
         if hasattr(m, "config") and getattr(m.config, "_experts_implementation", None) == NAME

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layers.own_code import is_in_its_file
-from ..layers.plain import PLAIN_TENSORS, torch_unpatched, why_hooked
+from ..layers.plain import PLAIN_TENSORS, Named, torch_unpatched, why_hooked
 from ..layers.projections import linear
 from ..loss.api import linear_cross_entropy
 from ..loss.checks import words_hold_least
@@ -327,10 +327,10 @@ def _why_not(module: nn.Module) -> Optional[str]:
     return None
 
 
-def serve_loss(model: nn.Module, least: bool = False) -> Optional[Row]:
+def serve_loss(modules: Named, least: bool = False) -> Optional[Row]:
     """Makes the model's loss without logits; returns a row of the report, or None without an
     lm_head. least: in the least memory, where that is not the fastest."""
-    found = language_model(model)
+    found = language_model(modules)
     if found is None:
         return None
     name, module = found

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layers.own_classes import is_own_function
-from ..layers.plain import PLAIN_TENSORS, is_torchs_own, named_modules, torch_unpatched
+from ..layers.plain import PLAIN_TENSORS, Named, is_torchs_own, torch_unpatched
 from ..loss.ops import CROSS_ENTROPY, FAMILY
 from ..runtime import dispatch
 from .code import signature_of
@@ -123,18 +123,18 @@ def is_next_token_loss(loss: Callable) -> bool:
     return getattr(loss, "__name__", None) == "ForCausalLMLoss" and is_own_function(loss)
 
 
-def language_model(model: nn.Module) -> Optional[Tuple[str, nn.Module]]:
+def language_model(modules: Named) -> Optional[Tuple[str, nn.Module]]:
     """The first module with an lm_head that takes labels, and its name."""
-    for name, module in named_modules(model):
+    for name, module in modules:
         if module._modules.get("lm_head") is not None and _takes_labels(own_class(module)):
             return name, module
     return None
 
 
-def serve_cross_entropy(model: nn.Module, where: torch.device) -> Optional[Row]:
+def serve_cross_entropy(modules: Named, where: torch.device) -> Optional[Row]:
     """Uses a kernel for the model's loss; returns a row of the report, or None where the model is
     left alone."""
-    found = language_model(model)
+    found = language_model(modules)
     if found is None or not _is_for_a_kernel(found[1]):
         return None
     name, module = found

@@ -26,7 +26,7 @@ from torch import nn
 from .. import layers
 from ..decoding.watch import HOOK, PACKAGE
 from ..layers.own_code import CHECKPOINTS, peeled
-from ..layers.plain import named_modules
+from ..layers.plain import Named, named_modules
 from ..layers.tensor_parallel import around, own_of_shards
 from ..runtime import device, dispatch
 
@@ -255,14 +255,14 @@ def why_replaced(module: nn.Module, shards: bool = False) -> Optional[str]:
 
 
 @contextlib.contextmanager
-def as_gathered(model: nn.Module) -> Iterator[None]:
+def as_gathered(modules: Named) -> Iterator[None]:
     """Replaces weights that FSDP2 shards by tensors without values, of the whole weight's shape.
 
     Replaced layers check their weights at every call, so one that stays sharded in the forward (as
     with tensor parallelism below FSDP2) runs the module's own forward.
     """
     kept, stand_ins = [], {}
-    for module in _below_fsdp(model):
+    for module in _below_fsdp(modules):
         for name, x in module._parameters.items():
             if _gathered_in_forward(x):
                 kept.append((module, name, x))
@@ -275,12 +275,12 @@ def as_gathered(model: nn.Module) -> Iterator[None]:
             module._parameters[name] = x
 
 
-def _below_fsdp(model: nn.Module) -> Iterator[nn.Module]:
+def _below_fsdp(modules: Named) -> Iterator[nn.Module]:
     """Yields modules on which fully_shard was called, and the modules inside them."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     if kind is None:
         return
-    for _, module in named_modules(model):
+    for _, module in modules:
         if isinstance(module, kind):
             for _, inside in named_modules(module):
                 yield inside
