@@ -8,16 +8,8 @@ A block is copied while the one before it is computed. The other launches are th
 
 from typing import Callable, Optional
 
-from ...runtime.gluon import (
-    async_copy,
-    fence_async_shared,
-    gl,
-    gluon,
-    launch_dependents,
-    wait_for_predecessor,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from ...runtime import gluon as hw
+from ...runtime.gluon import gl, gluon
 from ..call import LatentAttention
 from ..portable import latent
 from ..portable.latent import Form
@@ -38,13 +30,13 @@ def _copy(c_rows, r_rows, cs, rs, at, stop, C: gl.constexpr, R: gl.constexpr, W:
     ch = gl.arange(0, C, layout=gl.SliceLayout(0, wide))
     there = (slot < stop)[:, None] & (ch >= 0)[None, :]
     rows = c_rows + slot.to(gl.int64)[:, None] * C + ch[None, :]
-    async_copy.async_copy_global_to_shared(cs, rows, mask=there)
+    hw.async_copy.async_copy_global_to_shared(cs, rows, mask=there)
     slot = at + gl.arange(0, 64, layout=gl.SliceLayout(1, thin))
     e = gl.arange(0, R, layout=gl.SliceLayout(0, thin))
     there = (slot < stop)[:, None] & (e >= 0)[None, :]
     rows = r_rows + slot.to(gl.int64)[:, None] * R + e[None, :]
-    async_copy.async_copy_global_to_shared(rs, rows, mask=there)
-    async_copy.commit_group()
+    hw.async_copy.async_copy_global_to_shared(rs, rows, mask=there)
+    hw.async_copy.commit_group()
 
 
 @gluon.jit(do_not_specialize=["B", "S", "SPLITS"])
@@ -103,15 +95,15 @@ def _ring_kernel(
     r_rows = r_ptr + b * r_step
     if NEW == 0:
         _copy(c_rows, r_rows, cs.index(0), rs.index(0), start, stop, C, R, W)
-        wait_for_predecessor()
+        hw.wait_for_predecessor()
     else:
         is_old = start + 64 <= length - NEW
         if is_old:
             _copy(c_rows, r_rows, cs.index(0), rs.index(0), start, stop, C, R, W)
-        wait_for_predecessor()
+        hw.wait_for_predecessor()
         if not is_old:
             _copy(c_rows, r_rows, cs.index(0), rs.index(0), start, stop, C, R, W)
-    launch_dependents()
+    hw.launch_dependents()
     qrow = first + gl.arange(0, BLOCK_R, layout=gl.SliceLayout(1, wide))
     ch = gl.arange(0, C, layout=gl.SliceLayout(0, wide))
     rows = q_ptr + (b * ROWS + qrow)[:, None] * (C + R) + ch[None, :]
@@ -140,11 +132,13 @@ def _ring_kernel(
                 there = (slot < stop)[:, None] & (row < ROWS)[None, :]
                 m = gl.load(mask_ptr + at, mask=there, other=0)
         _copy(c_rows, r_rows, cs.index(1 - buffer), rs.index(1 - buffer), here + 64, stop, C, R, W)
-        async_copy.wait_group(1)
-        fence_async_shared()
-        s = warpgroup_mma(cs.index(buffer), qs.permute((1, 0)), blank, use_acc=False, is_async=True)
-        s = warpgroup_mma(rs.index(buffer), qr.permute((1, 0)), s, is_async=True)
-        s = warpgroup_mma_wait(0, (s,))
+        hw.async_copy.wait_group(1)
+        hw.fence_async_shared()
+        s = hw.warpgroup_mma(
+            cs.index(buffer), qs.permute((1, 0)), blank, use_acc=False, is_async=True
+        )
+        s = hw.warpgroup_mma(rs.index(buffer), qr.permute((1, 0)), s, is_async=True)
+        s = hw.warpgroup_mma_wait(0, (s,))
         s = s * scale2
         if mask_ptr is None:
             seen = slot[:, None] < gl.minimum(stop, length - LAST + token)[None, :]
@@ -160,14 +154,14 @@ def _ring_kernel(
         p = gl.exp2(s - base[None, :])
         shrink = gl.exp2(top - base)
         ps.store(p.to(DT))
-        fence_async_shared()
+        hw.fence_async_shared()
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(0, al))[None, :]
         turned = cs.index(buffer).permute((1, 0))
-        acc = warpgroup_mma(turned, ps, acc, is_async=True)
+        acc = hw.warpgroup_mma(turned, ps, acc, is_async=True)
         total = total * shrink + gl.sum(p, 0)
-        acc = warpgroup_mma_wait(0, (acc,))
+        acc = hw.warpgroup_mma_wait(0, (acc,))
         top = new
-    async_copy.wait_group(0)
+    hw.async_copy.wait_group(0)
     if start < stop:
         place = (b * ROWS + row) * SPLITS + split
         every = B.to(gl.int64) * (ROWS * SPLITS)

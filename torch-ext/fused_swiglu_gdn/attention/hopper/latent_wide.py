@@ -9,23 +9,8 @@ P, and then replaced by the next one.
 
 import torch
 
-from ...runtime.gluon import (
-    as_box,
-    barrier,
-    fence_async_shared,
-    gl,
-    gluon,
-    launch_dependents,
-    mbarrier,
-    record,
-    tile_map,
-    tma,
-    tma_load,
-    wait_for_predecessor,
-    warp_specialize,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from ...runtime import gluon as hw
+from ...runtime.gluon import gl, gluon, record, tile_map
 
 LOG2E = gl.constexpr(1.4426950408889634)
 BLOCK = gl.constexpr(64)  # rows of queries, and slots
@@ -47,10 +32,10 @@ def part_of(len_ptr, b, len_step, S, SPLITS, split, NEW: gl.constexpr):
 class Work:
     """The state that the warps of one CTA share."""
 
-    q_desc: tma.tensor_descriptor  # [B, ROWS, C + R], box [1, BLOCK, C]
-    qr_desc: tma.tensor_descriptor  # box [1, BLOCK, R]
-    c_desc: tma.tensor_descriptor  # [B, S, C], box [1, BLOCK, C]
-    r_desc: tma.tensor_descriptor  # [B, S, R], box [1, BLOCK, R]
+    q_desc: hw.tma.tensor_descriptor  # [B, ROWS, C + R], box [1, BLOCK, C]
+    qr_desc: hw.tma.tensor_descriptor  # box [1, BLOCK, R]
+    c_desc: hw.tma.tensor_descriptor  # [B, S, C], box [1, BLOCK, C]
+    r_desc: hw.tma.tensor_descriptor  # [B, S, R], box [1, BLOCK, R]
     qs: gl.shared_memory_descriptor  # [BLOCK, C]
     qr: gl.shared_memory_descriptor  # [BLOCK, R]
     cs: gl.shared_memory_descriptor  # [2, BLOCK, C]
@@ -79,10 +64,10 @@ class Work:
 @gluon.jit
 def _load_block(w, i):
     full = w.full.index(i & 1)
-    mbarrier.expect(full, BLOCK * (w.C + w.R) * 2)
+    hw.mbarrier.expect(full, BLOCK * (w.C + w.R) * 2)
     at = [w.b, w.start + i * BLOCK, 0]
-    tma_load(w.c_desc, at, full, as_box(w.cs.index(i & 1), w.c_desc))
-    tma_load(w.r_desc, at, full, as_box(w.rs.index(i & 1), w.r_desc))
+    hw.tma_load(w.c_desc, at, full, hw.as_box(w.cs.index(i & 1), w.c_desc))
+    hw.tma_load(w.r_desc, at, full, hw.as_box(w.rs.index(i & 1), w.r_desc))
 
 
 @gluon.jit
@@ -94,12 +79,12 @@ def _load_first(w, blocks):
     early = gl.maximum(gl.minimum(whole, 2), 0)
     for i in range(0, early):
         _load_block(w, i)
-    wait_for_predecessor()
-    launch_dependents()
+    hw.wait_for_predecessor()
+    hw.launch_dependents()
     if blocks > 0:
-        mbarrier.expect(w.asked, BLOCK * (w.C + w.R) * 2)
-        tma_load(w.q_desc, [w.b, w.first, 0], w.asked, as_box(w.qs, w.q_desc))
-        tma_load(w.qr_desc, [w.b, w.first, w.C], w.asked, as_box(w.qr, w.qr_desc))
+        hw.mbarrier.expect(w.asked, BLOCK * (w.C + w.R) * 2)
+        hw.tma_load(w.q_desc, [w.b, w.first, 0], w.asked, hw.as_box(w.qs, w.q_desc))
+        hw.tma_load(w.qr_desc, [w.b, w.first, w.C], w.asked, hw.as_box(w.qr, w.qr_desc))
     for i in range(early, gl.minimum(blocks, 2)):
         _load_block(w, i)
 
@@ -117,7 +102,7 @@ def _score_partition(w, mask_ptr, mask_steps, parts_ptr, scale2):
     blocks = gl.cdiv(w.stop - w.start, BLOCK)
     _load_first(w, blocks)
     if blocks > 0:
-        mbarrier.wait(w.asked, 0)
+        hw.mbarrier.wait(w.asked, 0)
     for i in range(blocks):
         s = i & 1
         slot = w.start + i * BLOCK + n
@@ -129,11 +114,11 @@ def _score_partition(w, mask_ptr, mask_steps, parts_ptr, scale2):
                 at = at[None, :] + (token * mask_steps[1])[:, None]
                 there = (slot < w.stop)[None, :] & (row < w.ROWS)[:, None]
                 m = gl.load(mask_ptr + at, mask=there, other=0)
-        mbarrier.wait(w.full.index(s), (i >> 1) & 1)
+        hw.mbarrier.wait(w.full.index(s), (i >> 1) & 1)
         c, r = w.cs.index(s).permute((1, 0)), w.rs.index(s).permute((1, 0))
-        x = warpgroup_mma(w.qs, c, blank, use_acc=False, is_async=True)
-        x = warpgroup_mma(w.qr, r, x, is_async=True)
-        x = warpgroup_mma_wait(0, (x,))
+        x = hw.warpgroup_mma(w.qs, c, blank, use_acc=False, is_async=True)
+        x = hw.warpgroup_mma(w.qr, r, x, is_async=True)
+        x = hw.warpgroup_mma_wait(0, (x,))
         x = x * scale2
         if mask_ptr is None:
             seen = slot[None, :] < gl.minimum(w.stop, w.length - LAST + token)[:, None]
@@ -148,12 +133,12 @@ def _score_partition(w, mask_ptr, mask_steps, parts_ptr, scale2):
         base = gl.where(new == float("-inf"), 0.0, new)
         p = gl.exp2(x - base[:, None])
         shrink = gl.exp2(top - base)
-        mbarrier.wait(w.taken, (i & 1) ^ 1)  # the first time passes at once
+        hw.mbarrier.wait(w.taken, (i & 1) ^ 1)  # the first time passes at once
         w.ps.store(p.to(w.ps.dtype))
         w.factors.store(shrink)
-        fence_async_shared()
-        barrier()
-        mbarrier.arrive(w.given, count=1)
+        hw.fence_async_shared()
+        hw.barrier()
+        hw.mbarrier.arrive(w.given, count=1)
         total = total * shrink + gl.sum(p, 1)
         top = new
     if w.start < w.stop:
@@ -173,21 +158,21 @@ def _value_partition(w, mask_ptr, mask_steps, parts_ptr, scale2):
         s = i & 1
         tile = w.cs.index(s)
         left = w.stop - w.start - i * BLOCK  # slots
-        mbarrier.wait(w.full.index(s), (i >> 1) & 1)
+        hw.mbarrier.wait(w.full.index(s), (i >> 1) & 1)
         if left < BLOCK:  # slots past the length may hold NaN, which 0 does not stop
             n = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, PANEL))
             for j in gl.static_range(w.C // 64):
                 panel = tile.slice(j * 64, 64, 1)
                 x = panel.load(PANEL)
                 panel.store(gl.where((n < left)[:, None], x, gl.zeros_like(x)))
-            fence_async_shared()
-            barrier()
-        mbarrier.wait(w.given, i & 1)
+            hw.fence_async_shared()
+            hw.barrier()
+        hw.mbarrier.wait(w.given, i & 1)
         acc = acc * w.factors.load(gl.SliceLayout(1, LAYOUT))[:, None]
-        acc = warpgroup_mma(w.ps, tile, acc, is_async=True)
-        acc = warpgroup_mma_wait(0, (acc,))
-        barrier()
-        mbarrier.arrive(w.taken, count=1)
+        acc = hw.warpgroup_mma(w.ps, tile, acc, is_async=True)
+        acc = hw.warpgroup_mma_wait(0, (acc,))
+        hw.barrier()
+        hw.mbarrier.arrive(w.taken, count=1)
         if i + 2 < blocks:  # in place of the one that has been multiplied
             _load_block(w, i + 2)
     if w.start < w.stop:
@@ -224,7 +209,7 @@ def wide_kernel(
 ):
     """BLOCK rows of queries over one part of the slots; P is rounded."""
     TILES: gl.constexpr = (ROWS + BLOCK - 1) // BLOCK
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    BAR: gl.constexpr = hw.mbarrier.MBarrierLayout()
     DT: gl.constexpr = c_desc.dtype
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, C], DT)
     thin: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, R], DT)
@@ -241,10 +226,10 @@ def wide_kernel(
     given = gl.allocate_shared_memory(gl.int64, [1], BAR)
     taken = gl.allocate_shared_memory(gl.int64, [1], BAR)
     for i in gl.static_range(2):
-        mbarrier.init(full.index(i), count=1)
-    mbarrier.init(asked, count=1)
-    mbarrier.init(given, count=1)
-    mbarrier.init(taken, count=1)
+        hw.mbarrier.init(full.index(i), count=1)
+    hw.mbarrier.init(asked, count=1)
+    hw.mbarrier.init(given, count=1)
+    hw.mbarrier.init(taken, count=1)
     pid = gl.program_id(0)
     split = (pid // TILES) % SPLITS
     b = pid // (TILES * SPLITS)
@@ -253,8 +238,8 @@ def wide_kernel(
         q_desc, qr_desc, c_desc, r_desc, qs, qr, cs, rs, ps, factors, full, asked, given,
         taken, b, (pid % TILES) * BLOCK, split, start, stop, length, B, SPLITS, H, ROWS, C, R, NEW,
     )  # fmt: skip
-    barrier()
-    warp_specialize(
+    hw.barrier()
+    hw.warp_specialize(
         [_score_partition, _value_partition], (w, mask_ptr, mask_steps, parts_ptr, scale2), [8],
         [168],
     )  # fmt: skip

@@ -13,25 +13,8 @@ import torch
 
 from ...fp8.call import BLOCK, INVERSE, LEAST
 from ...runtime import device
-from ...runtime.gluon import (
-    barrier,
-    fence_async_shared,
-    gl,
-    gluon,
-    launch_dependents,
-    mbarrier,
-    record,
-    ring,
-    tile_map,
-    tma,
-    tma_load,
-    tma_store,
-    tma_store_wait,
-    wait_for_predecessor,
-    warp_specialize,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from ...runtime import gluon as hw
+from ...runtime.gluon import gl, gluon, record, tile_map
 from ...runtime.launch import Launch
 from ...runtime.primitives import grouped_tile
 from ..portable.routing import Routing, place_of, tile_at
@@ -47,10 +30,10 @@ _LEAST, _INVERSE = gl.constexpr(LEAST), gl.constexpr(INVERSE)
 class Work:
     """The state that the warps of one CTA share."""
 
-    a_desc: tma.tensor_descriptor  # [places, K] e4m3, box [BM, STEP]
-    a_scale_desc: tma.tensor_descriptor  # [K / 128 * places] fp32, box [BM]
-    w_desc: tma.tensor_descriptor  # [.., K] e4m3, all experts' rows, box [STEP, STEP]
-    out_desc: tma.tensor_descriptor  # [places, N], box [HALF, STEP]
+    a_desc: hw.tma.tensor_descriptor  # [places, K] e4m3, box [BM, STEP]
+    a_scale_desc: hw.tma.tensor_descriptor  # [K / 128 * places] fp32, box [BM]
+    w_desc: hw.tma.tensor_descriptor  # [.., K] e4m3, all experts' rows, box [STEP, STEP]
+    out_desc: hw.tma.tensor_descriptor  # [places, N], box [HALF, STEP]
     w_scale_ptr: gl.tensor  # [.. / 128, K / 128]
     routing_ptr: gl.tensor
     a_smem: gl.shared_memory_descriptor  # [DEPTH, BM, STEP]
@@ -99,12 +82,12 @@ def _load_partition(w, out_scale_ptr):
         for k in range(0, w.K // STEP):
             s = it % w.DEPTH
             full = w.full.index(s)
-            mbarrier.wait(w.empty.index(s), ((it // w.DEPTH) & 1) ^ 1)
-            mbarrier.expect(full, (BM + 2 * STEP) * STEP + BM * 4)
-            tma_load(w.a_desc, [place, k * STEP], full, w.a_smem.index(s))
-            tma_load(w.a_scale_desc, [k * w.places + place], full, w.s_smem.index(s))
-            tma_load(w.w_desc, [first * STEP, k * STEP], full, w.w_smem.index(2 * s))
-            tma_load(w.w_desc, [second * STEP, k * STEP], full, w.w_smem.index(2 * s + 1))
+            hw.mbarrier.wait(w.empty.index(s), ((it // w.DEPTH) & 1) ^ 1)
+            hw.mbarrier.expect(full, (BM + 2 * STEP) * STEP + BM * 4)
+            hw.tma_load(w.a_desc, [place, k * STEP], full, w.a_smem.index(s))
+            hw.tma_load(w.a_scale_desc, [k * w.places + place], full, w.s_smem.index(s))
+            hw.tma_load(w.w_desc, [first * STEP, k * STEP], full, w.w_smem.index(2 * s))
+            hw.tma_load(w.w_desc, [second * STEP, k * STEP], full, w.w_smem.index(2 * s + 1))
             it += 1
 
 
@@ -115,10 +98,10 @@ def _rounded(x):
 
 @gluon.jit
 def _store(w, tile, row, column, WG: gl.constexpr):
-    tma_store_wait(0)
+    hw.tma_store_wait(0)
     w.out_smem.index(WG).store(tile.to(w.out_desc.dtype))
-    fence_async_shared()
-    tma_store(w.out_desc, [row, column], w.out_smem.index(WG))
+    hw.fence_async_shared()
+    hw.tma_store(w.out_desc, [row, column], w.out_smem.index(WG))
 
 
 @gluon.jit
@@ -164,17 +147,17 @@ def _multiply(w, out_scale_ptr, WG: gl.constexpr):
                 ahead = min(k + 1, steps - 1)
                 left_next = gl.load(left_scales + ahead)
                 right_next = gl.load(right_scales + ahead)
-                mbarrier.wait(w.full.index(s), (it // w.DEPTH) & 1)
+                hw.mbarrier.wait(w.full.index(s), (it // w.DEPTH) & 1)
                 a_scale = w.s_smem.index(s).slice(WG * HALF, HALF).load(ROWS)
                 a = w.a_smem.index(s).slice(WG * HALF, HALF, 0).load(A)
                 b = w.w_smem.index(2 * s).permute((1, 0))
-                token = warpgroup_mma(a, b, zeros, use_acc=False, is_async=True)
-                part = warpgroup_mma_wait(0, (token,))
+                token = hw.warpgroup_mma(a, b, zeros, use_acc=False, is_async=True)
+                part = hw.warpgroup_mma_wait(0, (token,))
                 left += part * gl.expand_dims(a_scale * left_scale, 1)
                 b = w.w_smem.index(2 * s + 1).permute((1, 0))
-                token = warpgroup_mma(a, b, zeros, use_acc=False, is_async=True)
-                part = warpgroup_mma_wait(0, (token,))
-                mbarrier.arrive(w.empty.index(s), count=1)
+                token = hw.warpgroup_mma(a, b, zeros, use_acc=False, is_async=True)
+                part = hw.warpgroup_mma_wait(0, (token,))
+                hw.mbarrier.arrive(w.empty.index(s), count=1)
                 right += part * gl.expand_dims(a_scale * right_scale, 1)
                 it += 1
             row = place + WG * HALF
@@ -186,10 +169,10 @@ def _multiply(w, out_scale_ptr, WG: gl.constexpr):
         else:
             for _ in range(0, steps):
                 s = it % w.DEPTH
-                mbarrier.wait(w.full.index(s), (it // w.DEPTH) & 1)
-                mbarrier.arrive(w.empty.index(s), count=1)
+                hw.mbarrier.wait(w.full.index(s), (it // w.DEPTH) & 1)
+                hw.mbarrier.arrive(w.empty.index(s), count=1)
                 it += 1
-    tma_store_wait(0)
+    hw.tma_store_wait(0)
 
 
 @gluon.jit
@@ -222,22 +205,22 @@ def wide_kernel(
 ):
     """silu(a Wg^T) * (a Wu^T) quantised, or a Wd^T; programs stride over tiles [BM, 128 or 256]."""
     if PDL:
-        wait_for_predecessor()
-        launch_dependents()
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    a_smem, s_smem = ring(a_desc, DEPTH), ring(a_scale_desc, DEPTH)
-    w_smem, out_smem = ring(w_desc, 2 * DEPTH), ring(out_desc, 2)
+        hw.wait_for_predecessor()
+        hw.launch_dependents()
+    BAR: gl.constexpr = hw.mbarrier.MBarrierLayout()
+    a_smem, s_smem = hw.ring(a_desc, DEPTH), hw.ring(a_scale_desc, DEPTH)
+    w_smem, out_smem = hw.ring(w_desc, 2 * DEPTH), hw.ring(out_desc, 2)
     full = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], BAR)
     empty = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], BAR)
     for i in gl.static_range(DEPTH):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
+        hw.mbarrier.init(full.index(i), count=1)
+        hw.mbarrier.init(empty.index(i), count=2)
     w = Work(
         a_desc, a_scale_desc, w_desc, out_desc, w_scale_ptr, routing_ptr, a_smem, s_smem, w_smem,
         out_smem, full, empty, S, E, places, gl.load(routing_ptr), K, N, GATE, DEPTH,
     )  # fmt: skip
-    barrier()
-    warp_specialize(
+    hw.barrier()
+    hw.warp_specialize(
         [_multiply_partition_0, _multiply_partition_1, _load_partition], (w, out_scale_ptr),
         [4, 1], [240, 24],
     )  # fmt: skip

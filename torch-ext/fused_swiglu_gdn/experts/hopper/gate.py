@@ -13,19 +13,8 @@ from typing import Optional
 import torch
 
 from ...runtime import device, tuning
-from ...runtime.gluon import (
-    as_tile,
-    barrier,
-    gl,
-    gluon,
-    mbarrier,
-    record,
-    ring,
-    tile_map,
-    tma,
-    tma_load,
-    warp_specialize,
-)
+from ...runtime import gluon as hw
+from ...runtime.gluon import gl, gluon, record, tile_map
 from ...runtime.launch import Launch
 from ...runtime.primitives import grouped_tile
 from ...swiglu.hopper.epilogue import BM, BN, UNIT, for_fp16, hand_over, piece, vector_layout
@@ -41,8 +30,8 @@ PART = gl.constexpr(64)  # columns whose <dz, z> is summed at once
 class Work:
     """State that the warps of one CTA share."""
 
-    dout_desc: tma.tensor_descriptor  # [.., H] by places, box [BM, BK]
-    w_desc: tma.tensor_descriptor  # [E, H, I] box [1, BK, BN]
+    dout_desc: hw.tma.tensor_descriptor  # [.., H] by places, box [BM, BK]
+    w_desc: hw.tma.tensor_descriptor  # [E, H, I] box [1, BK, BN]
     gate_up_ptr: gl.tensor  # [S, 2 I] by rows
     d_gate_up_ptr: gl.tensor  # [.., 2 I] by places
     wz_ptr: gl.tensor  # [.., I] by places
@@ -89,10 +78,10 @@ def _load_partition(w, parts_ptr):
         for step in range(w.DEPTH):
             s = it % w.STAGES
             full = w.full.index(s)
-            mbarrier.wait(w.empty.index(s), ((it // w.STAGES) & 1) ^ 1)
-            mbarrier.expect(full, (BM + BN) * BK * 2)
-            tma_load(w.dout_desc, [place, step * BK], full, w.a_smem.index(s))
-            tma_load(w.w_desc, [expert, step * BK, column], full, w.b_smem.index(s))
+            hw.mbarrier.wait(w.empty.index(s), ((it // w.STAGES) & 1) ^ 1)
+            hw.mbarrier.expect(full, (BM + BN) * BK * 2)
+            hw.tma_load(w.dout_desc, [place, step * BK], full, w.a_smem.index(s))
+            hw.tma_load(w.w_desc, [expert, step * BK, column], full, w.b_smem.index(s))
             it += 1
 
 
@@ -110,13 +99,13 @@ def _multiply_partition(w, parts_ptr):
         entry = gl.load(entry_of_row(w.routing_ptr, w.E) + rows, mask=rows < end, other=0)
         weight = gl.load(w.weights_ptr + entry, mask=rows < end, other=0.0).to(gl.float32)
         acc, it = multiply_steps(w, acc, it, w.DEPTH, False)
-        mbarrier.wait(w.tile_empty, phase)
+        hw.mbarrier.wait(w.tile_empty, phase)
         phase ^= 1
         scaled, factor = for_fp16(acc)
         w.rows_smem.index(0).store(factor)
         w.rows_smem.index(1).store(weight)
         hand_over(w.tile_smem, scaled)
-        mbarrier.arrive(w.tile_full, count=1)
+        hw.mbarrier.arrive(w.tile_full, count=1)
 
 
 @gluon.jit
@@ -125,7 +114,7 @@ def _of_rows(w, kind: gl.constexpr, i, WARPS: gl.constexpr):
     smem = w.rows_smem
     SHAPE: gl.constexpr = [2 * BM // (UNIT * WARPS), UNIT * WARPS]
     HALF: gl.constexpr = SHAPE[0] // 2
-    return as_tile(smem, smem.dtype, SHAPE, smem.layout).index(kind * HALF + i % HALF)
+    return hw.as_tile(smem, smem.dtype, SHAPE, smem.layout).index(kind * HALF + i % HALF)
 
 
 @gluon.jit
@@ -191,7 +180,7 @@ def _epilogue(w, parts_ptr, FIRST: gl.constexpr, LAST: gl.constexpr, WARPS: gl.c
         expert, row, end, place, column = _tile(w, number)
         gate_0, up_0 = _load_pair(w, FIRST, row, end, column, LAST, WARPS)
         gate_1, up_1 = _load_pair(w, FIRST + 1, row, end, column, LAST, WARPS)
-        mbarrier.wait(w.tile_full, phase)
+        hw.mbarrier.wait(w.tile_full, phase)
         phase ^= 1
         for i in range(FIRST, LAST, 2):
             gate = gate_0.to(gl.float32)
@@ -202,7 +191,7 @@ def _epilogue(w, parts_ptr, FIRST: gl.constexpr, LAST: gl.constexpr, WARPS: gl.c
             up = up_1.to(gl.float32)
             gate_1, up_1 = _load_pair(w, i + 3, row, end, column, LAST, WARPS)
             _store_piece(w, parts_ptr, gate, up, i + 1, row, end, place, column, WARPS)
-        mbarrier.arrive(w.tile_empty, count=1)
+        hw.mbarrier.arrive(w.tile_empty, count=1)
 
 
 @gluon.jit
@@ -240,8 +229,8 @@ def gate_gradient_kernel(
     """Stores dgate and dup, w z, and the parts of dw; programs stride over tiles [BM, BN]."""
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    a_smem, b_smem = ring(dout_desc, STAGES), ring(w_desc, STAGES)
+    BAR: gl.constexpr = hw.mbarrier.MBarrierLayout()
+    a_smem, b_smem = hw.ring(dout_desc, STAGES), hw.ring(w_desc, STAGES)
     tile_smem = gl.allocate_shared_memory(gl.float16, [4, BM, 64], TILE)
     rows_smem = gl.allocate_shared_memory(gl.float32, [2, BM], ROW)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
@@ -249,17 +238,17 @@ def gate_gradient_kernel(
     tile_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
     tile_empty = gl.allocate_shared_memory(gl.int64, [1], BAR)
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    mbarrier.init(tile_full, count=1)
-    mbarrier.init(tile_empty, count=2)
+        hw.mbarrier.init(full.index(i), count=1)
+        hw.mbarrier.init(empty.index(i), count=1)
+    hw.mbarrier.init(tile_full, count=1)
+    hw.mbarrier.init(tile_empty, count=2)
     w = Work(
         dout_desc, w_desc, gate_up_ptr, d_gate_up_ptr, wz_ptr, weights_ptr, routing_ptr,
         a_smem, b_smem, tile_smem, rows_smem, full, empty, tile_full, tile_empty, S, E,
         gl.load(routing_ptr), DEPTH, I, GROUP, ACTIVATION, LIMIT, STAGES,
     )  # fmt: skip
-    barrier()
-    warp_specialize(
+    hw.barrier()
+    hw.warp_specialize(
         [_multiply_partition, _epilogue_partition_0, _epilogue_partition_1, _load_partition],
         (w, parts_ptr), [2, 1, 1], [REGISTERS, REGISTERS, REGISTERS],
     )  # fmt: skip

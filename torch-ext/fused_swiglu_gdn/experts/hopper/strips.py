@@ -18,24 +18,8 @@ import functools
 import torch
 
 from ...runtime import device, tuning
-from ...runtime.gluon import (
-    as_box,
-    barrier,
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    record,
-    ring,
-    tile_map,
-    tma,
-    tma_load,
-    tma_store,
-    tma_store_wait,
-    warp_specialize,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from ...runtime import gluon as hw
+from ...runtime.gluon import gl, gluon, record, tile_map
 from ...runtime.launch import Launch
 from ..portable.routing import Routing, first_place, first_rows
 
@@ -48,9 +32,9 @@ LAG = gl.constexpr(2)  # chunks by which the second group of a pair of tiles is 
 class Work:
     """State that the warps of one CTA share."""
 
-    a_desc: tma.tensor_descriptor  # [.., M] by places, box [CHUNK, TILE]
-    b_desc: tma.tensor_descriptor  # [.., N] by places, box [CHUNK, TILE]
-    out_desc: tma.tensor_descriptor  # [E, M, N] box [1, TILE, 64]
+    a_desc: hw.tma.tensor_descriptor  # [.., M] by places, box [CHUNK, TILE]
+    b_desc: hw.tma.tensor_descriptor  # [.., N] by places, box [CHUNK, TILE]
+    out_desc: hw.tma.tensor_descriptor  # [E, M, N] box [1, TILE, 64]
     a_smem: gl.shared_memory_descriptor  # [HELD, *box of a_desc]
     b_smem: gl.shared_memory_descriptor  # [2 STAGES, *box of b_desc]: a ring for each group
     out_smem: gl.shared_memory_descriptor  # [2 BUFFERS, TILE, 64]
@@ -95,9 +79,9 @@ def _part(w, number):
 def _load(desc, place, column, at, first, ring, full, empty, SIZE: gl.constexpr):
     """Loads chunk `at` of a ring that begins at slot `first`, once the slot is empty."""
     s = first + at % SIZE
-    mbarrier.wait(empty.index(s), ((at // SIZE) & 1) ^ 1)
-    mbarrier.expect(full.index(s), TILE * CHUNK * 2)
-    tma_load(desc, [place, column], full.index(s), ring.index(s))
+    hw.mbarrier.wait(empty.index(s), ((at // SIZE) & 1) ^ 1)
+    hw.mbarrier.expect(full.index(s), TILE * CHUNK * 2)
+    hw.tma_load(desc, [place, column], full.index(s), ring.index(s))
 
 
 @gluon.jit
@@ -156,21 +140,21 @@ def _multiply_tile(w, at_a, at_b, chunks, GROUP: gl.constexpr):
     for k in range(chunks):
         i = at_a + k
         j = at_b + k
-        mbarrier.wait(w.a_full.index(i % w.HELD), (i // w.HELD) & 1)
-        mbarrier.wait(w.b_full.index(FIRST + j % w.STAGES), (j // w.STAGES) & 1)
+        hw.mbarrier.wait(w.a_full.index(i % w.HELD), (i // w.HELD) & 1)
+        hw.mbarrier.wait(w.b_full.index(FIRST + j % w.STAGES), (j // w.STAGES) & 1)
         a = w.a_smem.index(i % w.HELD).permute((1, 0))
         b = w.b_smem.index(FIRST + j % w.STAGES)
-        acc = warpgroup_mma(a, b, acc, is_async=True)
-        acc = warpgroup_mma_wait(1, (acc,))
+        acc = hw.warpgroup_mma(a, b, acc, is_async=True)
+        acc = hw.warpgroup_mma_wait(1, (acc,))
         i += w.HELD - 1
         j += w.STAGES - 1
-        mbarrier.arrive(w.b_empty.index(FIRST + j % w.STAGES), count=1, pred=k > 0)
-        mbarrier.arrive(w.a_empty.index(i % w.HELD), count=1, pred=(k > 0) & streams)
-    acc = warpgroup_mma_wait(0, (acc,))
+        hw.mbarrier.arrive(w.b_empty.index(FIRST + j % w.STAGES), count=1, pred=k > 0)
+        hw.mbarrier.arrive(w.a_empty.index(i % w.HELD), count=1, pred=(k > 0) & streams)
+    acc = hw.warpgroup_mma_wait(0, (acc,))
     i = at_a + chunks + w.HELD - 1
     j = at_b + chunks + w.STAGES - 1
-    mbarrier.arrive(w.b_empty.index(FIRST + j % w.STAGES), count=1, pred=chunks > 0)
-    mbarrier.arrive(w.a_empty.index(i % w.HELD), count=1, pred=(chunks > 0) & streams)
+    hw.mbarrier.arrive(w.b_empty.index(FIRST + j % w.STAGES), count=1, pred=chunks > 0)
+    hw.mbarrier.arrive(w.a_empty.index(i % w.HELD), count=1, pred=(chunks > 0) & streams)
     return acc
 
 
@@ -181,11 +165,11 @@ def _store_tile(w, acc, expert, row, column, GROUP: gl.constexpr):
     for half in gl.static_range(2):
         part = left if half == 0 else right
         smem = w.out_smem.index(GROUP * w.BUFFERS + half % w.BUFFERS)
-        tma_store_wait(w.BUFFERS - 1)  # the last store from there has been read
+        hw.tma_store_wait(w.BUFFERS - 1)  # the last store from there has been read
         smem.store(part.to(w.out_desc.dtype))
-        fence_async_shared()
+        hw.fence_async_shared()
         where = [expert, row, column + half * (TILE // 2)]
-        tma_store(w.out_desc, where, as_box(smem, w.out_desc))
+        hw.tma_store(w.out_desc, where, hw.as_box(smem, w.out_desc))
 
 
 @gluon.jit
@@ -194,8 +178,8 @@ def _pass_by(w, at_a, chunks):
     phase would be ambiguous."""
     for k in range(chunks):
         i = at_a + k
-        mbarrier.wait(w.a_full.index(i % w.HELD), (i // w.HELD) & 1)
-        mbarrier.arrive(w.a_empty.index(i % w.HELD), count=1)
+        hw.mbarrier.wait(w.a_full.index(i % w.HELD), (i // w.HELD) & 1)
+        hw.mbarrier.arrive(w.a_empty.index(i % w.HELD), count=1)
 
 
 @gluon.jit
@@ -222,13 +206,13 @@ def _multiply(w, GROUP: gl.constexpr):
                     at_b += chunks
                     if n + 2 >= w.TILES_N:  # the group's last of the strip
                         for k in range(chunks):
-                            mbarrier.arrive(w.a_empty.index((at_a + k) % w.HELD), count=1)
+                            hw.mbarrier.arrive(w.a_empty.index((at_a + k) % w.HELD), count=1)
                     _store_tile(w, acc, expert, row, n * TILE, GROUP)
                 elif w.TILES_N == 1:
                     _pass_by(w, at_a, chunks)
                 tile += 1
             at_a += chunks if begin < end else 0
-    tma_store_wait(0)
+    hw.tma_store_wait(0)
 
 
 @gluon.jit
@@ -260,26 +244,26 @@ def weight_strips_kernel(
 ):
     """out[e] = a^T b over the rows of expert e; zeros for an expert without rows."""
     OUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    a_smem, b_smem = ring(a_desc, HELD), ring(b_desc, 2 * STAGES)
+    BAR: gl.constexpr = hw.mbarrier.MBarrierLayout()
+    a_smem, b_smem = hw.ring(a_desc, HELD), hw.ring(b_desc, 2 * STAGES)
     out_smem = gl.allocate_shared_memory(out_desc.dtype, [2 * BUFFERS, TILE, TILE // 2], OUT)
     a_full = gl.allocate_shared_memory(gl.int64, [HELD, 1], BAR)
     a_empty = gl.allocate_shared_memory(gl.int64, [HELD, 1], BAR)
     b_full = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], BAR)
     b_empty = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], BAR)
     for i in gl.static_range(HELD):
-        mbarrier.init(a_full.index(i), count=1)
-        mbarrier.init(a_empty.index(i), count=2)
+        hw.mbarrier.init(a_full.index(i), count=1)
+        hw.mbarrier.init(a_empty.index(i), count=2)
     for i in gl.static_range(2 * STAGES):
-        mbarrier.init(b_full.index(i), count=1)
-        mbarrier.init(b_empty.index(i), count=1)
+        hw.mbarrier.init(b_full.index(i), count=1)
+        hw.mbarrier.init(b_empty.index(i), count=1)
     w = Work(
         a_desc, b_desc, out_desc, a_smem, b_smem, out_smem, a_full, a_empty, b_full, b_empty,
         routing_ptr, height, E * TILES_M, TILES_M, TILES_N, HELD, MOST, STAGES, BUFFERS,
         SPAN, (TILES_N + SPAN - 1) // SPAN,
     )  # fmt: skip
-    barrier()
-    warp_specialize(
+    hw.barrier()
+    hw.warp_specialize(
         [_multiply_partition_0, _multiply_partition_1, _load_partition], (w,),
         [4, 1], [REGISTERS, 40],
     )  # fmt: skip

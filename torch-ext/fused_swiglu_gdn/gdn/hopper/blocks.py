@@ -7,7 +7,8 @@ computed beside it by the same products, and no element ever moves.
 W warps of a CTA, each with a head: blocks are [W, 16, 16].
 """
 
-from ...runtime.gluon import gl, gluon, mma_v2, record
+from ...runtime import gluon as hw
+from ...runtime.gluon import gl, gluon, record
 from ..portable.primitives import level
 
 
@@ -73,7 +74,7 @@ def _product(a, b, acc):
     TILE: gl.constexpr = acc.type.layout
     a = gl.convert_layout(a.to(gl.float16), operand(0, TILE), assert_trivial=True)
     b = b.to(gl.float16).permute((0, 2, 1))
-    return mma_v2(a, gl.convert_layout(b, operand(1, TILE), assert_trivial=True), acc)
+    return hw.mma_v2(a, gl.convert_layout(b, operand(1, TILE), assert_trivial=True), acc)
 
 
 @gluon.jit

@@ -13,20 +13,8 @@ there.
 Sizes: C = 64 tokens a chunk, K = V = D = 128, R = HV / H, STAGES ring slots of half a value head.
 """
 
-from ...runtime.gluon import (
-    LOADS_FIRST,
-    as_box,
-    barrier,
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    own_range,
-    tma_load,
-    warp_specialize,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from ...runtime import gluon as hw
+from ...runtime.gluon import gl, gluon
 from .gradient_tiles import (
     TILE,
     add_rows,
@@ -60,7 +48,7 @@ def _load_partition(
     PAIR_AT: gl.constexpr = min(STAGES, 2 * w.R) - 1  # slots before q and k, which come late
     it = 0
     pairs = 0
-    for number in own_range(gl.program_id(0), w.count, gl.num_programs(0), disable_licm=True):
+    for number in hw.own_range(gl.program_id(0), w.count, gl.num_programs(0), disable_licm=True):
         row, head, batch, end, first, c, length = place(w, number, cu_ptr)
         if c * C < length:
             token = first + c * C
@@ -69,22 +57,22 @@ def _load_partition(
                 hv = head * w.R + step // 2
                 column = step % 2 * HALF
                 full = w.full.index(s)
-                mbarrier.wait(w.empty.index(s), ((it // STAGES) & 1) ^ 1)
-                mbarrier.expect(full, BYTES)
+                hw.mbarrier.wait(w.empty.index(s), ((it // STAGES) & 1) ^ 1)
+                hw.mbarrier.expect(full, BYTES)
                 at = [batch, end, token, hv, column]
                 state = [(row * (w.H * w.R) + hv) * D, column]
-                tma_load(w.do_desc, at, full, as_box(w.do_smem.index(s), w.do_desc))
-                tma_load(w.vt_desc, at, full, as_box(w.vt_smem.index(s), w.vt_desc))
-                tma_load(w.s_desc, state, full, w.s_smem.index(s))
-                tma_load(w.dv_desc, at, full, as_box(w.dv_smem.index(s), w.dv_desc))
-                tma_load(w.ds_desc, state, full, w.ds_smem.index(s))
+                hw.tma_load(w.do_desc, at, full, hw.as_box(w.do_smem.index(s), w.do_desc))
+                hw.tma_load(w.vt_desc, at, full, hw.as_box(w.vt_smem.index(s), w.vt_desc))
+                hw.tma_load(w.s_desc, state, full, w.s_smem.index(s))
+                hw.tma_load(w.dv_desc, at, full, hw.as_box(w.dv_smem.index(s), w.dv_desc))
+                hw.tma_load(w.ds_desc, state, full, w.ds_smem.index(s))
                 it += 1
                 if step == PAIR_AT:
-                    mbarrier.wait(w.pair_empty, (pairs & 1) ^ 1)
-                    mbarrier.expect(w.pair_full, 2 * C * D * 2)
+                    hw.mbarrier.wait(w.pair_empty, (pairs & 1) ^ 1)
+                    hw.mbarrier.expect(w.pair_full, 2 * C * D * 2)
                     at = [batch, end, token, head, 0]
-                    tma_load(w.q_desc, at, w.pair_full, as_box(w.q_smem, w.q_desc))
-                    tma_load(w.k_desc, at, w.pair_full, as_box(w.k_smem, w.k_desc))
+                    hw.tma_load(w.q_desc, at, w.pair_full, hw.as_box(w.q_smem, w.q_desc))
+                    hw.tma_load(w.k_desc, at, w.pair_full, hw.as_box(w.k_smem, w.k_desc))
             pairs += 1
 
 
@@ -100,32 +88,32 @@ def _query_partition(
     j = gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(0, TILE)), 0)
     it = 0
     pairs = 0
-    for number in own_range(gl.program_id(0), w.count, gl.num_programs(0), disable_licm=True):
+    for number in hw.own_range(gl.program_id(0), w.count, gl.num_programs(0), disable_licm=True):
         row, head, batch, end, first, c, length = place(w, number, cu_ptr)
         if c * C < length:
             left = length - c * C
             b, token = first_token(cu_ptr, end, c, length, w.T)
             unit = (row.to(gl.int64) * w.H + head) * w.R
             g_at = g_ptr + b * g_strides[0] + token * g_strides[1]
-            mbarrier.wait(w.pair_full, pairs & 1)
+            hw.mbarrier.wait(w.pair_full, pairs & 1)
             rq = inverse_norm(w.q_smem, w.NORM)
             rk = inverse_norm(w.k_smem, w.NORM)
             dq0 = gl.zeros((C, 64), gl.float32, TILE)  # rq times the gradient of the normalised q
             dq1 = gl.zeros((C, 64), gl.float32, TILE)
             dp = gl.zeros((C, C), gl.float32, TILE)  # summed over the group, without norms
-            for r in own_range(0, w.R, 1, disable_licm=True):
+            for r in hw.own_range(0, w.R, 1, disable_licm=True):
                 f2 = line(f_ptr + (unit + r) * (4 * C) + 2 * C)
                 own = gl.zeros((C, C), gl.float32, TILE)
                 dots = f2 * 0.0
                 for _ in range(2):
                     s = it % STAGES
-                    mbarrier.wait(w.full.index(s), (it // STAGES) & 1)
+                    hw.mbarrier.wait(w.full.index(s), (it // STAGES) & 1)
                     do, state = w.do_smem.index(s), w.s_smem.index(s)
                     own += product(do, w.vt_smem.index(s))
                     wide0 = product(do, rows_of(state, 0))
                     dq0, dots = add_rows(dq0, dots, wide0, f2, half_of(w.q_smem, 0))
                     wide1 = product(do, rows_of(state, 1))
-                    mbarrier.arrive(w.empty.index(s), count=1)
+                    hw.mbarrier.arrive(w.empty.index(s), count=1)
                     dq1, dots = add_rows(dq1, dots, wide1, f2, half_of(w.q_smem, 1))
                     it += 1
                 G = cumulative_gates(g_at, g_strides, A_log_ptr, dt_bias_ptr, head * w.R + r, left)
@@ -139,26 +127,26 @@ def _query_partition(
                 store_line(part, gl.sum(own, 1))
                 store_line(part + C, gl.sum(own, 0))
             dp = dp * by_row(rq * scale) * by_column(rk)
-            mbarrier.wait(w.dp_empty, (pairs & 1) ^ 1)
+            hw.mbarrier.wait(w.dp_empty, (pairs & 1) ^ 1)
             w.dp_smem.store(dp.to(DTYPE))
-            fence_async_shared()
-            mbarrier.arrive(w.dp_full, count=1)
+            hw.fence_async_shared()
+            hw.mbarrier.arrive(w.dp_full, count=1)
             dp = as_a(dp, DTYPE)
-            dq0 = warpgroup_mma(dp, half_of(w.k_smem, 0), dq0, is_async=True)
-            dq1 = warpgroup_mma(dp, half_of(w.k_smem, 1), dq1, is_async=True)
-            dq0, dq1 = warpgroup_mma_wait(0, (dq0, dq1))
+            dq0 = hw.warpgroup_mma(dp, half_of(w.k_smem, 0), dq0, is_async=True)
+            dq1 = hw.warpgroup_mma(dp, half_of(w.k_smem, 1), dq1, is_async=True)
+            dq0, dq1 = hw.warpgroup_mma_wait(0, (dq0, dq1))
             at = dq_ptr + ((b * w.T + token) * w.H + head) * D
             finish(dq0, dq1, w.q_smem, rq, at, left, w.NORM, w.H)
-            mbarrier.arrive(w.pair_empty, count=1)
+            hw.mbarrier.arrive(w.pair_empty, count=1)
             pairs += 1
 
 
 @gluon.jit
 def _add_products(dk, n, w, d: gl.constexpr):
     """Starts dk + (N + N^T) K + dP^T Q of half of the columns."""
-    dk = warpgroup_mma(n, half_of(w.k_smem, d), dk, is_async=True)
-    dk = warpgroup_mma(w.n_smem.permute((1, 0)), half_of(w.k_smem, d), dk, is_async=True)
-    return warpgroup_mma(w.dp_smem.permute((1, 0)), half_of(w.q_smem, d), dk, is_async=True)
+    dk = hw.warpgroup_mma(n, half_of(w.k_smem, d), dk, is_async=True)
+    dk = hw.warpgroup_mma(w.n_smem.permute((1, 0)), half_of(w.k_smem, d), dk, is_async=True)
+    return hw.warpgroup_mma(w.dp_smem.permute((1, 0)), half_of(w.q_smem, d), dk, is_async=True)
 
 
 @gluon.jit
@@ -172,19 +160,19 @@ def _key_partition(
     j = gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(0, TILE)), 0)
     it = 0
     pairs = 0
-    for number in own_range(gl.program_id(0), w.count, gl.num_programs(0), disable_licm=True):
+    for number in hw.own_range(gl.program_id(0), w.count, gl.num_programs(0), disable_licm=True):
         row, head, batch, end, first, c, length = place(w, number, cu_ptr)
         if c * C < length:
             left = length - c * C
             b, token = first_token(cu_ptr, end, c, length, w.T)
             unit = (row.to(gl.int64) * w.H + head) * w.R
             g_at = g_ptr + b * g_strides[0] + token * g_strides[1]
-            mbarrier.wait(w.pair_full, pairs & 1)
+            hw.mbarrier.wait(w.pair_full, pairs & 1)
             rk = inverse_norm(w.k_smem, w.NORM)
             dk0 = gl.zeros((C, 64), gl.float32, TILE)  # rk times the gradient of the normalised k
             dk1 = gl.zeros((C, 64), gl.float32, TILE)
             dn = gl.zeros((C, C), gl.float32, TILE)  # -N summed over the group, without norms
-            for r in own_range(0, w.R, 1, disable_licm=True):
+            for r in hw.own_range(0, w.R, 1, disable_licm=True):
                 f_at = f_ptr + (unit + r) * (4 * C)
                 f0 = line(f_at)
                 f1 = line(f_at + C)
@@ -193,7 +181,7 @@ def _key_partition(
                 after = f1 * 0.0
                 for _ in range(2):
                     s = it % STAGES
-                    mbarrier.wait(w.full.index(s), (it // STAGES) & 1)
+                    hw.mbarrier.wait(w.full.index(s), (it // STAGES) & 1)
                     dv, vt = w.dv_smem.index(s), w.vt_smem.index(s)
                     state, d_state = w.s_smem.index(s), w.ds_smem.index(s)
                     own += product(dv, vt)
@@ -204,7 +192,7 @@ def _key_partition(
                     wide0 = product(vt, rows_of(d_state, 0))
                     dk0, after = add_rows(dk0, after, wide0, f1, half_of(w.k_smem, 0))
                     wide1 = product(vt, rows_of(d_state, 1))
-                    mbarrier.arrive(w.empty.index(s), count=1)
+                    hw.mbarrier.arrive(w.empty.index(s), count=1)
                     dk1, after = add_rows(dk1, after, wide1, f1, half_of(w.k_smem, 1))
                     it += 1
                 G = cumulative_gates(g_at, g_strides, A_log_ptr, dt_bias_ptr, head * w.R + r, left)
@@ -219,16 +207,16 @@ def _key_partition(
                 store_line(part + 5 * C, gl.sum(own, 0))
             dn = (dn * -by_row(rk) * by_column(rk)).to(DTYPE)
             w.n_smem.store(dn)
-            fence_async_shared()
+            hw.fence_async_shared()
             dn = as_a(dn, DTYPE)
-            mbarrier.wait(w.dp_full, pairs & 1)
+            hw.mbarrier.wait(w.dp_full, pairs & 1)
             dk0 = _add_products(dk0, dn, w, 0)
             dk1 = _add_products(dk1, dn, w, 1)
-            dk0, dk1 = warpgroup_mma_wait(0, (dk0, dk1))
-            mbarrier.arrive(w.dp_empty, count=1)
+            dk0, dk1 = hw.warpgroup_mma_wait(0, (dk0, dk1))
+            hw.mbarrier.arrive(w.dp_empty, count=1)
             at = dk_ptr + ((b * w.T + token) * w.H + head) * D
             finish(dk0, dk1, w.k_smem, rk, at, left, w.NORM, w.H)
-            mbarrier.arrive(w.pair_empty, count=1)
+            hw.mbarrier.arrive(w.pair_empty, count=1)
             pairs += 1
 
 
@@ -240,21 +228,21 @@ def _ends_partition(
     """Computes <S, dS> of each value head; two warps."""
     VECTORS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0])
     it = 0
-    for number in own_range(gl.program_id(0), w.count, gl.num_programs(0), disable_licm=True):
+    for number in hw.own_range(gl.program_id(0), w.count, gl.num_programs(0), disable_licm=True):
         row, head, batch, end, first, c, length = place(w, number, cu_ptr)
         if c * C < length:
             unit = (row.to(gl.int64) * w.H + head) * w.R
-            for r in own_range(0, w.R, 1, disable_licm=True):
+            for r in hw.own_range(0, w.R, 1, disable_licm=True):
                 total = gl.zeros((8, HALF), gl.float32, VECTORS)
                 for _ in range(2):
                     s = it % STAGES
-                    mbarrier.wait(w.full.index(s), (it // STAGES) & 1)
+                    hw.mbarrier.wait(w.full.index(s), (it // STAGES) & 1)
                     for k in gl.static_range(0, D, 8):
                         x = w.s_smem.index(s).slice(k, 8).load(VECTORS).to(gl.float32)
                         total += x * w.ds_smem.index(s).slice(k, 8).load(VECTORS).to(gl.float32)
-                        if LOADS_FIRST:
+                        if hw.LOADS_FIRST:
                             total = pin(total)
-                    mbarrier.arrive(w.empty.index(s), count=1)
+                    hw.mbarrier.arrive(w.empty.index(s), count=1)
                     it += 1
                 gl.store(ends_ptr + unit + r, gl.sum(gl.sum(total, 1), 0))
 
@@ -296,14 +284,14 @@ def gdn_gradient_kernel(
     ds_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES, D, HALF], LAYOUT)
     dp_smem = gl.allocate_shared_memory(q_desc.dtype, [C, C], LAYOUT)
     n_smem = gl.allocate_shared_memory(q_desc.dtype, [C, C], LAYOUT)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    single = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hw.mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hw.mbarrier.MBarrierLayout())
+    single = gl.allocate_shared_memory(gl.int64, [4, 1], hw.mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=3)
+        hw.mbarrier.init(full.index(s), count=1)
+        hw.mbarrier.init(empty.index(s), count=3)
     for s in gl.static_range(4):
-        mbarrier.init(single.index(s), count=2 if s == 1 else 1)
+        hw.mbarrier.init(single.index(s), count=2 if s == 1 else 1)
     w = Work(
         q_desc, k_desc, do_desc, vt_desc, dv_desc, s_desc, ds_desc, q_smem, k_smem, do_smem,
         vt_smem, dv_smem, s_smem, ds_smem, dp_smem, n_smem, full, empty, single.index(0),
@@ -313,8 +301,8 @@ def gdn_gradient_kernel(
         w, g_strides, scale, g_ptr, A_log_ptr, dt_bias_ptr, cu_ptr, f_ptr, dq_ptr, dk_ptr, G_ptr,
         by_query_ptr, by_key_ptr, ends_ptr,
     )  # fmt: skip
-    barrier()
-    warp_specialize(
+    hw.barrier()
+    hw.warp_specialize(
         [_query_partition, _key_partition, _ends_partition, _load_partition], args,
         [4, 2, 1], [KEY_REGISTERS, FEW_REGISTERS, FEW_REGISTERS],
     )  # fmt: skip

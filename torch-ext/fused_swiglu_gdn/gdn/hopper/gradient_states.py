@@ -16,24 +16,8 @@ stores nothing else, and starts after the first chunks once these forget the sta
 Sizes: C = 64 tokens a chunk, K = V = D = 128, STAGES ring slots.
 """
 
-from ...runtime.gluon import (
-    as_box,
-    barrier,
-    fence_async_shared,
-    gl,
-    gluon,
-    launch_dependents,
-    mbarrier,
-    record,
-    tma,
-    tma_load,
-    tma_store,
-    tma_store_wait,
-    wait_for_predecessor,
-    warp_specialize,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from ...runtime import gluon as hw
+from ...runtime.gluon import gl, gluon, record
 from .primitives import RAGGED_END, C, D, acc_layout, as_a, pin, sequence_at, start_product
 from .scheduler import LOOK_BACK, reach
 
@@ -47,14 +31,14 @@ TOKEN = gl.constexpr(gl.SliceLayout(0, acc_layout(64)))  # a factor for each tok
 class Pass:
     """Descriptors, ring buffers and barriers of one CTA, and its place in the batch."""
 
-    k_desc: tma.tensor_descriptor  # [.., .., tokens, H, K] box [1, 1, C, 1, K]
-    q_desc: tma.tensor_descriptor  # likewise
-    in_desc: tma.tensor_descriptor  # V or dO [.., .., tokens, HV, V] box [1, 1, C, 1, 64]
-    out_desc: tma.tensor_descriptor  # vt or dV, likewise
-    state_desc: tma.tensor_descriptor  # S or dS of all chunks [rows * HV * K, V] box [K, 64]
-    t_desc: tma.tensor_descriptor  # Tb [rows * HV * C, C] box [C, C]
-    p_desc: tma.tensor_descriptor  # P, likewise
-    f_desc: tma.tensor_descriptor  # F [rows * HV * 4 * C] fp32 box [4 * C]
+    k_desc: hw.tma.tensor_descriptor  # [.., .., tokens, H, K] box [1, 1, C, 1, K]
+    q_desc: hw.tma.tensor_descriptor  # likewise
+    in_desc: hw.tma.tensor_descriptor  # V or dO [.., .., tokens, HV, V] box [1, 1, C, 1, 64]
+    out_desc: hw.tma.tensor_descriptor  # vt or dV, likewise
+    state_desc: hw.tma.tensor_descriptor  # S or dS of all chunks [rows * HV * K, V] box [K, 64]
+    t_desc: hw.tma.tensor_descriptor  # Tb [rows * HV * C, C] box [C, C]
+    p_desc: hw.tma.tensor_descriptor  # P, likewise
+    f_desc: hw.tma.tensor_descriptor  # F [rows * HV * 4 * C] fp32 box [4 * C]
     k_smem: gl.shared_memory_descriptor  # [STAGES, C, K]
     q_smem: gl.shared_memory_descriptor  # [STAGES, C, K]
     in_smem: gl.shared_memory_descriptor  # [STAGES, C, 64]
@@ -93,17 +77,17 @@ def _load_partition(u, tb_ptr, first_ptr, last_ptr, first_strides, last_strides,
         c = chunk_at(u, i)
         full = u.full.index(s)
         block = u.block + c * u.heads
-        mbarrier.wait(u.empty.index(s), ((i // STAGES) & 1) ^ 1)  # the first round passes at once
-        mbarrier.expect(full, BYTES)
+        hw.mbarrier.wait(u.empty.index(s), ((i // STAGES) & 1) ^ 1)  # first round: at once
+        hw.mbarrier.expect(full, BYTES)
         at = [u.batch, u.end, u.row + c * C, u.key_head, 0]
-        tma_load(u.k_desc, at, full, as_box(u.k_smem.index(s), u.k_desc))
+        hw.tma_load(u.k_desc, at, full, hw.as_box(u.k_smem.index(s), u.k_desc))
         if u.REVERSE:
-            tma_load(u.p_desc, [block * C, 0], full, u.p_smem.index(s))
-            tma_load(u.q_desc, at, full, as_box(u.q_smem.index(s), u.q_desc))
+            hw.tma_load(u.p_desc, [block * C, 0], full, u.p_smem.index(s))
+            hw.tma_load(u.q_desc, at, full, hw.as_box(u.q_smem.index(s), u.q_desc))
         at = [u.batch, u.end, u.row + c * C, u.head, u.column]
-        tma_load(u.in_desc, at, full, as_box(u.in_smem.index(s), u.in_desc))
-        tma_load(u.f_desc, [block * (4 * C)], full, u.f_smem.index(s))
-        tma_load(u.t_desc, [block * C, 0], full, u.t_smem.index(s))
+        hw.tma_load(u.in_desc, at, full, hw.as_box(u.in_smem.index(s), u.in_desc))
+        hw.tma_load(u.f_desc, [block * (4 * C)], full, u.f_smem.index(s))
+        hw.tma_load(u.t_desc, [block * C, 0], full, u.t_smem.index(s))
 
 
 @gluon.jit
@@ -119,9 +103,9 @@ def finish_pass(u, S, last_ptr, last_strides):
     """Stores the state at the end of a pass, if it is wanted, and waits for all stores."""
     if last_ptr is not None:
         gl.store(state_at(last_ptr, last_strides, u), S.to(last_ptr.dtype.element_ty))
-    tma_store_wait(0)
+    hw.tma_store_wait(0)
     if not u.REVERSE:
-        wait_for_predecessor()  # launches after this one then come after both
+        hw.wait_for_predecessor()  # launches after this one then come after both
 
 
 @gluon.jit
@@ -141,10 +125,10 @@ def _factor(u, s, n: gl.constexpr):
 @gluon.jit
 def keep_state(u, S, c):
     """Stores S^T, rounded, for chunk c, once the previous store from the buffer has finished."""
-    tma_store_wait(0)
+    hw.tma_store_wait(0)
     u.state_smem.permute((1, 0)).store(S)
-    fence_async_shared()
-    tma_store(u.state_desc, [(u.block + c * u.heads) * D, u.column], u.state_smem)
+    hw.fence_async_shared()
+    hw.tma_store(u.state_desc, [(u.block + c * u.heads) * D, u.column], u.state_smem)
 
 
 @gluon.jit
@@ -152,9 +136,9 @@ def keep_tokens(u, x, c):
     """Stores a tile [64, C], rounded, to the tokens of chunk c; rows past the sequence are
     dropped."""
     u.out_smem.permute((1, 0)).store(x)
-    fence_async_shared()
+    hw.fence_async_shared()
     at = [u.batch, u.end, u.row + c * C, u.head, u.column]
-    tma_store(u.out_desc, at, as_box(u.out_smem, u.out_desc))
+    hw.tma_store(u.out_desc, at, hw.as_box(u.out_smem, u.out_desc))
 
 
 @gluon.jit
@@ -162,7 +146,7 @@ def _solve(x, b, beta, DTYPE: gl.constexpr):
     """Starts x b [64, C]; the rounding error of x is compensated through the diagonal."""
     low = x.to(DTYPE)
     lost = (x - low.to(gl.float32)) * gl.expand_dims(beta.to(gl.float32), 0)
-    return warpgroup_mma(as_a(low, DTYPE), b, lost, is_async=True)
+    return hw.warpgroup_mma(as_a(low, DTYPE), b, lost, is_async=True)
 
 
 @gluon.jit
@@ -191,38 +175,38 @@ def _state_partition(u, tb_ptr, first_ptr, last_ptr, first_strides, last_strides
         c = chunk_at(u, i)
         k = u.k_smem.index(s)
         low = pin(S.to(DTYPE))
-        mbarrier.wait(u.full.index(s), (i // STAGES) & 1)
+        hw.mbarrier.wait(u.full.index(s), (i // STAGES) & 1)
         y = start_product(as_a(low, DTYPE), k)  # S^T K^T
         if u.REVERSE:
             do = u.in_smem.index(s).permute((1, 0))
             zero = gl.zeros((64, C), gl.float32, TILE)
-            z = warpgroup_mma(do, u.p_smem.index(s), zero, use_acc=False, is_async=True)
+            z = hw.warpgroup_mma(do, u.p_smem.index(s), zero, use_acc=False, is_async=True)
         if decay_ptr is None:
             keep_state(u, low, c)
         x = u.in_smem.index(s).permute((1, 0)).load(TILE).to(gl.float32)
         gam = u.f_smem.index(s).slice(3 * C, C).load(gl.SliceLayout(1, STATE))
         if u.REVERSE:
-            y, z = warpgroup_mma_wait(0, (y, z))
+            y, z = hw.warpgroup_mma_wait(0, (y, z))
             y = _solve(z + _factor(u, s, 1) * y, u.t_smem.index(s), beta, DTYPE)
             S = pin(S * gl.expand_dims(gam, 1))
-            S = warpgroup_mma(
+            S = hw.warpgroup_mma(
                 to_state(x * _factor(u, s, 2), DTYPE), u.q_smem.index(s), S, is_async=True
             )
             beta = diagonal(u, tb_ptr, i + 1)
-            y, S = warpgroup_mma_wait(0, (y, S))
+            y, S = hw.warpgroup_mma_wait(0, (y, S))
             more = -y * _factor(u, s, 0)
         else:
-            y = warpgroup_mma_wait(0, (y,))
+            y = hw.warpgroup_mma_wait(0, (y,))
             y = _solve(x - _factor(u, s, 0) * y, u.t_smem.index(s).permute((1, 0)), beta, DTYPE)
             beta = diagonal(u, tb_ptr, i + 1)
-            y = warpgroup_mma_wait(0, (y,))
+            y = hw.warpgroup_mma_wait(0, (y,))
             S = pin(S * gl.expand_dims(gam, 1))
             more = y * _factor(u, s, 1)
-        S = warpgroup_mma(to_state(more, DTYPE), k, S, is_async=True)
+        S = hw.warpgroup_mma(to_state(more, DTYPE), k, S, is_async=True)
         if decay_ptr is None:
             keep_tokens(u, y.to(DTYPE), c)
-        S = warpgroup_mma_wait(0, (S,))
-        mbarrier.arrive(u.empty.index(s), count=1)
+        S = hw.warpgroup_mma_wait(0, (S,))
+        hw.mbarrier.arrive(u.empty.index(s), count=1)
     finish_pass(u, S, last_ptr, last_strides)
 
 
@@ -243,11 +227,11 @@ def _run(
     f_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * C], f_desc.layout)
     out_smem = gl.allocate_shared_memory(k_desc.dtype, [C, 64], LAYOUT)
     state_smem = gl.allocate_shared_memory(k_desc.dtype, [D, 64], LAYOUT)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hw.mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hw.mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=1)
+        hw.mbarrier.init(full.index(s), count=1)
+        hw.mbarrier.init(empty.index(s), count=1)
     batch, end, row, tokens, block = sequence_at(cu_ptr, n, T)
     key_head = head // (HV // H)
     block = block * HV + head
@@ -265,8 +249,8 @@ def _run(
     if last_ptr is not None:
         last_ptr += n.to(gl.int64) * last_strides[0]
     args = (u, tb_ptr, first_ptr, last_ptr, first_strides, last_strides, decay_ptr)
-    barrier()
-    warp_specialize([_state_partition, _load_partition], args, [1], [LOAD_REGISTERS])
+    hw.barrier()
+    hw.warp_specialize([_state_partition, _load_partition], args, [1], [LOAD_REGISTERS])
 
 
 @gluon.jit(do_not_specialize=["T", "HV", "H"])
@@ -287,7 +271,7 @@ def gdn_states_kernel(
 ):  # fmt: skip
     """64 columns of V of one value head of one sequence, in one direction."""
     if REVERSE:
-        launch_dependents()
+        hw.launch_dependents()
     pid = gl.program_id(0)
     _run(
         k_desc, q_desc, in_desc, out_desc, state_desc, t_desc, p_desc, f_desc, tb_ptr, first_ptr,

@@ -4,7 +4,8 @@ A tile has a row for each token of a chunk; its columns are tokens, or half of t
 vector [C] belongs to its rows unless stated otherwise.
 """
 
-from ...runtime.gluon import add, gl, gluon, warpgroup_mma_wait
+from ...runtime import gluon as hw
+from ...runtime.gluon import gl, gluon
 from ..portable.gates import log2_decay
 from .primitives import C, D, acc_layout, start_product
 
@@ -18,7 +19,7 @@ def cumulative_gates(g_ptr, g_strides, A_log_ptr, dt_bias_ptr, hv, left):
     t = gl.arange(0, C, layout=LINE)
     g = gl.load(g_ptr + t * g_strides[1] + hv * g_strides[2], mask=t < left, other=0.0)
     g = gl.where(t < left, log2_decay(g, A_log_ptr, dt_bias_ptr, hv), 0.0)
-    return gl.associative_scan(g, 0, add)
+    return gl.associative_scan(g, 0, hw.add)
 
 
 @gluon.jit
@@ -64,7 +65,7 @@ def inverse_norm(smem, NORM: gl.constexpr):
 @gluon.jit
 def product(a, b):
     """a b^T [C, 64]."""
-    return warpgroup_mma_wait(0, (start_product(a, b),))
+    return hw.warpgroup_mma_wait(0, (start_product(a, b),))
 
 
 @gluon.jit

@@ -3,7 +3,8 @@
 Sizes are those of gradient.py.
 """
 
-from ...runtime.gluon import gl, gluon, record, tma
+from ...runtime import gluon as hw
+from ...runtime.gluon import gl, gluon, record
 from .primitives import locate
 
 
@@ -11,13 +12,13 @@ from .primitives import locate
 class Work:
     """State that the warps of a CTA share."""
 
-    q_desc: tma.tensor_descriptor  # [.., .., tokens, H, K] box [1, 1, C, 1, K]
-    k_desc: tma.tensor_descriptor  # likewise
-    do_desc: tma.tensor_descriptor  # [.., .., tokens, HV, V] box [1, 1, C, 1, HALF]
-    vt_desc: tma.tensor_descriptor  # likewise
-    dv_desc: tma.tensor_descriptor  # likewise
-    s_desc: tma.tensor_descriptor  # [rows * HV * K, V] box [K, HALF]
-    ds_desc: tma.tensor_descriptor  # likewise
+    q_desc: hw.tma.tensor_descriptor  # [.., .., tokens, H, K] box [1, 1, C, 1, K]
+    k_desc: hw.tma.tensor_descriptor  # likewise
+    do_desc: hw.tma.tensor_descriptor  # [.., .., tokens, HV, V] box [1, 1, C, 1, HALF]
+    vt_desc: hw.tma.tensor_descriptor  # likewise
+    dv_desc: hw.tma.tensor_descriptor  # likewise
+    s_desc: hw.tma.tensor_descriptor  # [rows * HV * K, V] box [K, HALF]
+    ds_desc: hw.tma.tensor_descriptor  # likewise
     q_smem: gl.shared_memory_descriptor  # [C, K]
     k_smem: gl.shared_memory_descriptor  # [C, K]
     do_smem: gl.shared_memory_descriptor  # [STAGES, C, HALF]

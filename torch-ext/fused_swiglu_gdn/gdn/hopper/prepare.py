@@ -9,21 +9,8 @@ Sizes: C = 64 tokens a chunk, D = 128, R = HV / H value heads a key head, W = 1,
 number of heads of a CTA.
 """
 
-from ...runtime.gluon import (
-    add,
-    as_box,
-    as_tile,
-    barrier,
-    fence_async_shared,
-    gl,
-    gluon,
-    launch_dependents,
-    mbarrier,
-    mma_v2,
-    tma_load,
-    tma_store,
-    tma_store_wait,
-)
+from ...runtime import gluon as hw
+from ...runtime.gluon import gl, gluon
 from ...runtime.primitives import exact_exp2
 from ..portable.gates import log2_decay, write_strength
 from .blocks import Gates, inverse, operand, p_row, tb_row, tile_layout
@@ -54,7 +41,7 @@ def _shared_gates(g, beta, W: gl.constexpr):
     """Allocates Gates from log2 decays g and beta, [W, C] fp32."""
     GATE: gl.constexpr = gate_layout(W)
     blocks = g.reshape([W, 4, 16])
-    inside = gl.associative_scan(blocks, 2, add)
+    inside = gl.associative_scan(blocks, 2, hw.add)
     until = gl.exp2(gl.expand_dims(gl.sum(blocks, 2), 2) - inside)
     whole = gl.exp2(gl.expand_dims(gl.sum(blocks, 2), 2) + gl.zeros_like(inside))
     inside = gl.convert_layout(inside.reshape([W, C]), GATE)
@@ -77,9 +64,9 @@ def _squares(smem, i, j, TILE: gl.constexpr):
     The tensor cores compute them with fewer instructions than a reduction takes.
     """
     BLOCKS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 3)  # of the same bytes
-    x = as_tile(smem, smem.dtype, [4, 16, D], BLOCKS).load(operand(0, TILE))
+    x = hw.as_tile(smem, smem.dtype, [4, 16, D], BLOCKS).load(operand(0, TILE))
     xt = gl.convert_layout(x.permute((0, 2, 1)), operand(1, TILE), assert_trivial=True)
-    xx = mma_v2(x, xt, gl.zeros((4, 16, 16), gl.float32, TILE))
+    xx = hw.mma_v2(x, xt, gl.zeros((4, 16, 16), gl.float32, TILE))
     return gl.sum(gl.where(i == j, xx, 0.0), 2)
 
 
@@ -87,7 +74,9 @@ def _squares(smem, i, j, TILE: gl.constexpr):
 def _shared_line(x):
     """Stores [4, 16] fp32 to shared memory, viewed as [C]."""
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return as_tile(gl.allocate_shared_memory(gl.float32, [4, 16], ROWS, x), gl.float32, [C], LINE)
+    return hw.as_tile(
+        gl.allocate_shared_memory(gl.float32, [4, 16], ROWS, x), gl.float32, [C], LINE
+    )
 
 
 @gluon.jit
@@ -101,7 +90,7 @@ def _products(q_smem, k_smem, to_smem, rq_smem, rk_smem, FIRST: gl.constexpr, PA
         kt = to_smem.slice(d, STEP, 1).permute((1, 0)).load(operand(1, PAIR))
         k = k_smem.slice(FIRST, 32).slice(d, STEP, 1).load(operand(0, PAIR))
         q = q_smem.slice(FIRST, 32).slice(d, STEP, 1).load(operand(0, PAIR))
-        kk, qk = mma_v2(k, kt, kk), mma_v2(q, kt, qk)
+        kk, qk = hw.mma_v2(k, kt, kk), hw.mma_v2(q, kt, qk)
     rk = gl.expand_dims(rk_smem.slice(FIRST, 32).load(gl.SliceLayout(1, PAIR)), 1)
     rq = gl.expand_dims(rq_smem.slice(FIRST, 32).load(gl.SliceLayout(1, PAIR)), 1)
     to = gl.expand_dims(rk_smem.slice(0, N).load(gl.SliceLayout(0, PAIR)), 0)
@@ -112,7 +101,7 @@ def _products(q_smem, k_smem, to_smem, rq_smem, rk_smem, FIRST: gl.constexpr, PA
 def _store_factors(f_ptr, decay_ptr, g, beta, ok, w, token, rq, rk, k2):
     """Stores F, and log2 of a bound of the norm of the chunk's transition; all [W, C] or a part of
     it."""
-    G = gl.associative_scan(g, 1, add)
+    G = gl.associative_scan(g, 1, hw.add)
     exact = gl.expand_dims(gl.sum(g.to(gl.float64), 1), 1)
     G_end = exact.to(gl.float32)
     at = f_ptr + w * (4 * C) + token
@@ -139,11 +128,11 @@ def _store(desc, row, scratch, r0, r1, r2, r3):
     tile = gl.join(gl.join(t0, t2), gl.join(t1, t3))  # [W, 16, 16, 2 2 (columns), 2 2 (rows)]
     tile = tile.permute((0, 5, 6, 1, 3, 4, 2)).reshape([W * C, C])
     scratch.slice(0, W * C).store(tile)
-    tiles = as_tile(scratch, desc.dtype, [scratch.shape[0] // C, C, C], desc.layout)
-    fence_async_shared()
+    tiles = hw.as_tile(scratch, desc.dtype, [scratch.shape[0] // C, C, C], desc.layout)
+    hw.fence_async_shared()
     for w in gl.static_range(W):
-        tma_store(desc, [row + w * C, 0], tiles.index(w))
-    barrier()  # ptxas would put the stores off until the next one
+        hw.tma_store(desc, [row + w * C, 0], tiles.index(w))
+    hw.barrier()  # ptxas would put the stores off until the next one
 
 
 @gluon.jit(do_not_specialize=["T", "N", "NT"])
@@ -176,27 +165,27 @@ def gdn_prepare_fwd_kernel(
     GATE: gl.constexpr = gate_layout(W)
     DTYPE: gl.constexpr = q_desc.dtype
     if gl.num_programs(0) <= SMALL_GRID:
-        launch_dependents()
+        hw.launch_dependents()
     row = gl.program_id(0) // (HV // W)
     hv0 = gl.program_id(0) % (HV // W) * W
     batch, end, first, c, length = locate(row, cu_ptr, T, N, NT)
     if c * C >= length:
         return
-    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [1], hw.mbarrier.MBarrierLayout())
     # q and k; later Q K^T, in the buffer of outgoing tiles, and K K^T after it
     TILES: gl.constexpr = W if W * C > D else D // C
     scratch = gl.allocate_shared_memory(DTYPE, [TILES * C, C], t_desc.layout)
     behind = gl.allocate_shared_memory(DTYPE, [C, D], t_desc.layout)
-    halves = as_tile(scratch, DTYPE, [TILES * C // D, C, D], t_desc.layout)
+    halves = hw.as_tile(scratch, DTYPE, [TILES * C // D, C, D], t_desc.layout)
     q_smem, k_smem = halves.index(0), behind
     if TILES * C > D:
         k_smem = halves.index(1)
-    mbarrier.init(full, count=1)
-    mbarrier.expect(full, 2 * C * D * 2)
+    hw.mbarrier.init(full, count=1)
+    hw.mbarrier.expect(full, 2 * C * D * 2)
     at = [batch, end, first + c * C, hv0 // R, 0]
-    tma_load(k_desc, at, full, as_box(k_smem, k_desc))
-    tma_load(q_desc, at, full, as_box(q_smem, q_desc))
-    barrier()  # ptxas would put the loads off until the next one
+    hw.tma_load(k_desc, at, full, hw.as_box(k_smem, k_desc))
+    hw.tma_load(q_desc, at, full, hw.as_box(q_smem, q_desc))
+    hw.barrier()  # ptxas would put the loads off until the next one
 
     # While they come
     w = gl.expand_dims(gl.arange(0, W, layout=gl.SliceLayout(1, GATE)), 1)
@@ -222,7 +211,7 @@ def gdn_prepare_fwd_kernel(
     i = gl.expand_dims(gl.expand_dims(i, 0), 2)  # [1, 16, 1]
     j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, TILE)))
     j = gl.expand_dims(gl.expand_dims(j, 0), 1)  # [1, 1, 16]
-    mbarrier.wait(full, 0)
+    hw.mbarrier.wait(full, 0)
     rq = gl.rsqrt(_squares(q_smem, i, j, TILE) + 1e-6) * scale
     k2 = _squares(k_smem, i, j, TILE)
     rk = gl.rsqrt(k2 + 1e-6)
@@ -231,8 +220,8 @@ def gdn_prepare_fwd_kernel(
     k2_smem = _shared_line(k2 * rk * rk)
     kk0, qk0 = _products(q_smem, k_smem, k_smem.slice(0, 32), rq_smem, rk_smem, 0, PAIR)
     kk1, qk1 = _products(q_smem, k_smem, k_smem, rq_smem, rk_smem, 32, PAIR)
-    kk_smem = as_tile(behind, gl.float32, [C, C], WORDS)
-    qk_smem = as_tile(halves.index(0), gl.float32, [C, C], WORDS)
+    kk_smem = hw.as_tile(behind, gl.float32, [C, C], WORDS)
+    qk_smem = hw.as_tile(halves.index(0), gl.float32, [C, C], WORDS)
     kk_smem.slice(0, 32).slice(0, 32, 1).store(kk0)
     qk_smem.slice(0, 32).slice(0, 32, 1).store(qk0)
     kk_smem.slice(32, 32).store(kk1)
@@ -257,9 +246,9 @@ def gdn_prepare_fwd_kernel(
     t1 = tb_row(x1, gates, DTYPE, TILE)
     t2 = tb_row(x2, gates, DTYPE, TILE)
     t3 = tb_row(x3, gates, DTYPE, TILE)
-    barrier()  # ptxas would wait for P's way out before all this
-    tma_store_wait(0)
+    hw.barrier()  # ptxas would wait for P's way out before all this
+    hw.tma_store_wait(0)
     _store(t_desc, to, scratch, t0, t1, t2, t3)
-    tma_store_wait(0)
+    hw.tma_store_wait(0)
     # Till here the barrier has its memory to itself: PTX allows no other use of it before this.
-    mbarrier.invalidate(full)
+    hw.mbarrier.invalidate(full)

@@ -1,6 +1,7 @@
 """Shared helpers of the Gated DeltaNet kernels on Hopper: sizes, positions of chunks, products."""
 
-from ...runtime.gluon import gl, gluon, warpgroup_mma
+from ...runtime import gluon as hw
+from ...runtime.gluon import gl, gluon
 from ...runtime.primitives import sequence_bounds
 from ..portable.primitives import locate as locate_chunk
 
@@ -75,7 +76,7 @@ def as_a(x, DTYPE: gl.constexpr):
 def start_product(a, b):
     """Starts a b^T [64, C]: a [64, *] in registers, b [C, *] in shared memory."""
     zero = gl.zeros((64, C), gl.float32, acc_layout(C))
-    return warpgroup_mma(a, b.permute((1, 0)), zero, use_acc=False, is_async=True)
+    return hw.warpgroup_mma(a, b.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit

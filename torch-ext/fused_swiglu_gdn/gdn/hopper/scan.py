@@ -12,23 +12,8 @@ a chunk and shows why the kernel cannot deadlock.
 Sizes: C = 64 tokens a chunk, K = V = 128, W state warpgroups a CTA, STAGES ring slots.
 """
 
-from ...runtime.gluon import (
-    as_box,
-    barrier,
-    fence_async_global,
-    fence_async_shared,
-    gl,
-    gluon,
-    launch_dependents,
-    mbarrier,
-    tma_load,
-    tma_store,
-    tma_store_wait,
-    wait_for_predecessor,
-    warp_specialize,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from ...runtime import gluon as hw
+from ...runtime.gluon import gl, gluon
 from ..portable.cuts import word_at_cut
 from .primitives import C, D, a_layout, acc_layout, as_a, decayed_state, pin, start_product
 from .scheduler import CARRY, Unit, place
@@ -46,13 +31,13 @@ def _load_partition(u, h0_ptr, hT_ptr, ck_ptr, o_ptr, V_FIRST: gl.constexpr):
     for c in range(u.chunks):
         s = c % STAGES
         full = u.full.index(s)
-        mbarrier.wait(u.empty.index(s), ((c // STAGES) & 1) ^ 1)  # the first round passes at once
-        mbarrier.expect(full, BYTES - LATE)
+        hw.mbarrier.wait(u.empty.index(s), ((c // STAGES) & 1) ^ 1)  # first round: at once
+        hw.mbarrier.expect(full, BYTES - LATE)
         row = u.row + c * C
         block = u.block + c * u.heads
         if u.e_desc is not None:  # then k and q are what prepare wrote
             if c == 0:
-                wait_for_predecessor()
+                hw.wait_for_predecessor()
         _load_tokens(u.k_desc, u, row, u.key_head, 0, u.k_smem.index(s), full)
         for w in gl.static_range(u.W):
             v_smem = u.v_smem.index(s * u.W + w)
@@ -60,16 +45,16 @@ def _load_partition(u, h0_ptr, hT_ptr, ck_ptr, o_ptr, V_FIRST: gl.constexpr):
         _load_tokens(u.q_desc, u, row, u.key_head, 0, u.q_smem.index(s), full)
         if u.e_desc is None:
             if c == 0:
-                wait_for_predecessor()
-        tma_load(u.f_desc, [block * FACTORS], full, u.f_smem.index(s))
+                hw.wait_for_predecessor()
+        hw.tma_load(u.f_desc, [block * FACTORS], full, u.f_smem.index(s))
         if u.e_desc is not None:
-            mbarrier.wait(u.empty.index(STAGES + s), ((c // STAGES) & 1) ^ 1)
+            hw.mbarrier.wait(u.empty.index(STAGES + s), ((c // STAGES) & 1) ^ 1)
             full = u.full.index(STAGES + s)
-            mbarrier.expect(full, LATE)
-        tma_load(u.t_desc, [block * C, 0], full, u.t_smem.index(s))
+            hw.mbarrier.expect(full, LATE)
+        hw.tma_load(u.t_desc, [block * C, 0], full, u.t_smem.index(s))
         if u.e_desc is not None:
             _load_tokens(u.e_desc, u, row, u.key_head, 0, u.e_smem.index(s), full)
-        tma_load(u.p_desc, [block * C, 0], full, u.p_smem.index(s))
+        hw.tma_load(u.p_desc, [block * C, 0], full, u.p_smem.index(s))
     if u.packed:
         _zero_padding(u, o_ptr)
 
@@ -94,17 +79,17 @@ def _zero_padding(u, o_ptr):
 @gluon.jit
 def _load_tokens(desc, u, row, head, column, smem, full):
     """Loads a tile [C, columns] of one head; rows past the sequence's end arrive as zeros."""
-    tma_load(desc, [u.batch, u.end, row, head, column], full, as_box(smem, desc))
+    hw.tma_load(desc, [u.batch, u.end, row, head, column], full, hw.as_box(smem, desc))
 
 
 @gluon.jit
 def _store_tokens(u, o_smem, o, c, W_INDEX: gl.constexpr):
     """Stores O^T [64, C] of chunk c; TMA drops rows past the sequence's end."""
-    tma_store_wait(0)  # the previous store has finished reading o_smem
+    hw.tma_store_wait(0)  # the previous store has finished reading o_smem
     o_smem.permute((1, 0)).store(o)
-    fence_async_shared()
+    hw.fence_async_shared()
     where = [u.batch, u.end, u.row + c * C, u.head, u.column + W_INDEX * u.second]
-    tma_store(u.o_desc, where, as_box(o_smem, u.o_desc))
+    hw.tma_store(u.o_desc, where, hw.as_box(o_smem, u.o_desc))
 
 
 @gluon.jit
@@ -154,7 +139,7 @@ def _initial_state(u, h0_ptr, o_ptr, column, W_INDEX: gl.constexpr, V_FIRST: gl.
         S = gl.load(_at_cut(u, o_ptr, column))
         # TMA writes O over it, through another proxy, on behalf of another thread: the
         # barrier before a store orders threads, only this fence the proxies.
-        fence_async_global()
+        hw.fence_async_global()
     if W_INDEX == 1 or u.e_desc is not None:
         if column >= D:  # M: from the identity
             S = gl.where(_state_offsets(column - D, True) % (D + 1) == 0, 1.0, 0.0)
@@ -197,7 +182,7 @@ def _state_partition(
     Sa = as_a(S, DTYPE)
     ob = gl.zeros((64, C), DTYPE, X_LAYOUT)
     next_ck, ck_row = u.next_ck, u.ck_row
-    mbarrier.wait(u.full.index(0), 0, pred=u.chunks > 0)
+    hw.mbarrier.wait(u.full.index(0), 0, pred=u.chunks > 0)
     S = pin(_decayed(u, S, 0, u.chunks > 0))
     for c in range(u.chunks):
         s, n = c % STAGES, (c + 1) % STAGES  # this chunk's slot and the next one's
@@ -205,45 +190,45 @@ def _state_partition(
         sk = start_product(Sa, k)
         o1 = start_product(Sa, u.q_smem.index(s))
         # Under these two: give the previous slot back, send the previous O out, fetch V and F0.
-        mbarrier.arrive(u.empty.index(LAST + (c + STAGES - 1) % STAGES), count=1, pred=c > 0)
+        hw.mbarrier.arrive(u.empty.index(LAST + (c + STAGES - 1) % STAGES), count=1, pred=c > 0)
         if c > u.warm:
             _store_tokens(u, o_smem, ob, c - 1, W_INDEX)
         if u.e_desc is None:
             f0 = f.slice(0, C).load(TOKEN)
         v = u.v_smem.index(s * u.W + W_INDEX).permute((1, 0)).load(X_LAYOUT)
-        sk = warpgroup_mma_wait(1, (sk,))
+        sk = hw.warpgroup_mma_wait(1, (sk,))
         if u.e_desc is None:
             x = v.to(gl.float32) - gl.expand_dims(f0, 0) * sk
             vt = start_product(as_a(x, DTYPE), u.t_smem.index(s))
             # Under the Tb product: scale O.
-            o1 = warpgroup_mma_wait(1, (o1,))
+            o1 = hw.warpgroup_mma_wait(1, (o1,))
             o1 = o1 * gl.expand_dims(f.slice(2 * C, C).load(TOKEN), 0)
             f1 = f.slice(C, C).load(TOKEN)
-            vt, o1, f1 = warpgroup_mma_wait(0, (vt, o1, f1))  # all named: none moves past it
+            vt, o1, f1 = hw.warpgroup_mma_wait(0, (vt, o1, f1))  # all named: none moves past it
             wa = as_a(vt * gl.expand_dims(f1, 0), DTYPE)
         else:  # the factors are in the operands
-            mbarrier.wait(u.full.index(STAGES + s), (c // STAGES) & 1)
+            hw.mbarrier.wait(u.full.index(STAGES + s), (c // STAGES) & 1)
             vt = start_product(as_a(v.to(gl.float32) - sk, DTYPE), u.t_smem.index(s))
-            vt, o1 = warpgroup_mma_wait(0, (vt, o1))
+            vt, o1 = hw.warpgroup_mma_wait(0, (vt, o1))
             wa = as_a(vt, DTYPE)
         wa = gl.convert_layout(wa, a_layout(D), assert_trivial=True)
-        S = warpgroup_mma(wa, end, S, is_async=True)
+        S = hw.warpgroup_mma(wa, end, S, is_async=True)
         p = u.p_smem.index(s).permute((1, 0))
-        o = warpgroup_mma(as_a(vt, DTYPE), p, o1, is_async=True)
+        o = hw.warpgroup_mma(as_a(vt, DTYPE), p, o1, is_async=True)
         more = c + 1 < u.chunks
         if u.e_desc is not None:
-            mbarrier.arrive(u.empty.index(s), count=1)
-        mbarrier.wait(u.full.index(n), ((c + 1) // STAGES) & 1, pred=more)
-        S = warpgroup_mma_wait(1, (S,))
+            hw.mbarrier.arrive(u.empty.index(s), count=1)
+        hw.mbarrier.wait(u.full.index(n), ((c + 1) // STAGES) & 1, pred=more)
+        S = hw.warpgroup_mma_wait(1, (S,))
         # Under the P product: round S, and scale it for the next chunk.
         Sa = pin(as_a(S, DTYPE))
         if ck_ptr is None:
             S = _decayed(u, S, n, more)
             if u.e_desc is not None:
                 # passes at once: ptxas moves none of the above past it, to where P vt has ended
-                mbarrier.wait(u.full.index(n), ((c + 1) // STAGES) & 1, pred=more)
+                hw.mbarrier.wait(u.full.index(n), ((c + 1) // STAGES) & 1, pred=more)
         # ptxas lets no wgmma cross the back edge if a plain instruction reads its result later.
-        o, S = warpgroup_mma_wait(0, (o, S))
+        o, S = hw.warpgroup_mma_wait(0, (o, S))
         ob = pin(o.to(DTYPE))
         if ck_ptr is not None:
             if (c == next_ck) & (c < u.whole):
@@ -256,7 +241,7 @@ def _state_partition(
         _store_tokens(u, o_smem, ob, u.chunks - 1, W_INDEX)
     # Also where no chunk was: this kernel must not end before prepare does, nor write o before the
     # launches that use it are complete.
-    wait_for_predecessor()
+    hw.wait_for_predecessor()
     for c in range(u.zeros):
         _store_tokens(u, o_smem, gl.zeros((64, C), DTYPE, X_LAYOUT), c, W_INDEX)
     if hT_ptr is not None:
@@ -265,7 +250,7 @@ def _state_partition(
             gl.store(hT + _state_offsets(column, V_FIRST), S.to(hT_ptr.dtype.element_ty))
     if u.target == CARRY:
         gl.store(_at_cut(u, o_ptr, column), S)
-    tma_store_wait(0)
+    hw.tma_store_wait(0)
 
 
 @gluon.jit
@@ -322,14 +307,14 @@ def gdn_scan_fwd_kernel(
     o_smem = gl.allocate_shared_memory(o_desc.dtype, [W, C, 64], LAYOUT)
     # Ke, Tb and P have a ring of their own: they come later, and stay until the end of a chunk
     SLOTS: gl.constexpr = STAGES if e_desc is None else 2 * STAGES
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hw.mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hw.mbarrier.MBarrierLayout())
     PACKED: gl.constexpr = cu_ptr is not None
     for i in gl.static_range(SLOTS):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=W)
+        hw.mbarrier.init(full.index(i), count=1)
+        hw.mbarrier.init(empty.index(i), count=W)
     if transition != 0:
-        launch_dependents()
+        hw.launch_dependents()
     where = place(
         cu_ptr, index_ptr, decay_ptr, warm_ptr, T, HV, H, N, every, split, pool_step, transition,
         IN_PLACE, W, BY_LENGTHS, LONE,
@@ -340,11 +325,11 @@ def gdn_scan_fwd_kernel(
     )  # fmt: skip
     args = (u, h0_ptr, hT_ptr, ck_ptr, o_ptr, V_FIRST)
     # Triton passes args to the workers through memory that the reductions in `place` may still use.
-    barrier()
+    hw.barrier()
     if W == 2:
-        warp_specialize(
+        hw.warp_specialize(
             [_state_partition_0, _state_partition_1, _load_partition], args,
             [4, 1], [STATE_REGISTERS, LOAD_REGISTERS],
         )  # fmt: skip
     else:
-        warp_specialize([_state_partition_0, _load_partition], args, [1], [LOAD_REGISTERS])
+        hw.warp_specialize([_state_partition_0, _load_partition], args, [1], [LOAD_REGISTERS])

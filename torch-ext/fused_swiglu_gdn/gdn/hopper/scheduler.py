@@ -7,7 +7,8 @@ the state at the cut, or the program before goes on through it: "Segments" in do
 The device decides, per head.
 """
 
-from ...runtime.gluon import add, gl, gluon, record, tma, wait_for_predecessor
+from ...runtime import gluon as hw
+from ...runtime.gluon import gl, gluon, record
 from ...runtime.primitives import sequence_bounds
 from ..portable.cuts import FEWEST, FORGOTTEN, chunk_at_cut, count_segments
 from ..portable.padding import first_padding
@@ -28,13 +29,13 @@ CARRY = gl.constexpr(-2)  # the rows of o from token `carry` on
 class Unit:
     """Descriptors, ring buffers and barriers of one CTA, and its place in the batch."""
 
-    q_desc: tma.tensor_descriptor  # [.., .., tokens, H, K] box [1, 1, C, 1, K]
-    k_desc: tma.tensor_descriptor  # likewise
-    v_desc: tma.tensor_descriptor  # [.., .., tokens, HV, V] box [1, 1, C, 1, 64]
-    o_desc: tma.tensor_descriptor  # likewise
-    t_desc: tma.tensor_descriptor  # Tb [rows * HV * C, C] box [C, C]
-    p_desc: tma.tensor_descriptor  # P, likewise
-    f_desc: tma.tensor_descriptor  # F [rows * HV * 4 * C] fp32 box [4 * C]; gam with e_desc
+    q_desc: hw.tma.tensor_descriptor  # [.., .., tokens, H, K] box [1, 1, C, 1, K]
+    k_desc: hw.tma.tensor_descriptor  # likewise
+    v_desc: hw.tma.tensor_descriptor  # [.., .., tokens, HV, V] box [1, 1, C, 1, 64]
+    o_desc: hw.tma.tensor_descriptor  # likewise
+    t_desc: hw.tma.tensor_descriptor  # Tb [rows * HV * C, C] box [C, C]
+    p_desc: hw.tma.tensor_descriptor  # P, likewise
+    f_desc: hw.tma.tensor_descriptor  # F [rows * HV * 4 * C] fp32 box [4 * C]; gam with e_desc
     e_desc: object  # Ke like k, of Kimi Delta Attention, or None
     q_smem: gl.shared_memory_descriptor  # [STAGES, C, K]
     k_smem: gl.shared_memory_descriptor  # [STAGES, C, K]
@@ -98,7 +99,7 @@ def reach(decay_ptr, block, heads, limit):
 
 @gluon.jit
 def _fewest(decay, i, limit):
-    forgotten = gl.associative_scan(decay, 0, add) < FORGOTTEN
+    forgotten = gl.associative_scan(decay, 0, hw.add) < FORGOTTEN
     fewest = gl.min(gl.where(forgotten, i + 1, LOOK_BACK + 1), 0)
     return gl.where(fewest <= limit, fewest, -1)
 
@@ -126,7 +127,7 @@ def _long_sequence(cu_ptr, k, N):
         start = gl.load(cu_ptr + j + i, mask=j + i < N, other=0)
         stop = gl.load(cu_ptr + j + i + 1, mask=j + i < N, other=0)
         is_long = (stop - start >= FEWEST_SEGMENTS * MIN_SEGMENT * C).to(gl.int32)
-        count = before + gl.associative_scan(is_long, 0, add)
+        count = before + gl.associative_scan(is_long, 0, hw.add)
         n += gl.sum(((count <= k) & (j + i < N)).to(gl.int32), 0)
         before = gl.max(count, 0)
     return n
@@ -161,7 +162,7 @@ def _segment(decay_ptr, warm_ptr, block, heads, row, i, total, segments, transit
     """
     begin = chunk_at_cut(gl.minimum(i, segments), total, segments)
     end = chunk_at_cut(gl.minimum(i + 1, segments), total, segments)
-    wait_for_predecessor()  # decay, or what the launches in between made of it
+    hw.wait_for_predecessor()  # decay, or what the launches in between made of it
     warm, needed = i * 0, i < 0
     if transition != 0:
         limit = gl.minimum(total // segments, LOOK_BACK)
@@ -199,7 +200,7 @@ def _lone_segment(decay_ptr, block, heads, i, total, segments):
     that finds states: where a cut needs one, the segment before goes on to the next cut."""
     j = gl.arange(0, LOOK_BACK, layout=VECTOR)  # of all cuts at once
     at = chunk_at_cut(gl.minimum(j, segments), total, segments)
-    wait_for_predecessor()  # decay
+    hw.wait_for_predecessor()  # decay
     lost, warm = gl.zeros_like(j).to(gl.float32), j * 0 - 1
     for n in gl.static_range(1, LONE_LOOK_BACK + 1):
         past = decay_ptr + block + (at - n) * heads

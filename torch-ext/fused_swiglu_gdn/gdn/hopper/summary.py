@@ -11,19 +11,8 @@ are run, from zeros. All is transposed, [V, *], as in scan.py.
 Sizes: C = 64 tokens a chunk, K = V = D = 128, STAGES ring slots.
 """
 
-from ...runtime.gluon import (
-    as_box,
-    barrier,
-    gl,
-    gluon,
-    mbarrier,
-    record,
-    tma,
-    tma_load,
-    warp_specialize,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from ...runtime import gluon as hw
+from ...runtime.gluon import gl, gluon, record
 from ...runtime.primitives import sequence_bounds
 from .primitives import (
     RAGGED_END,
@@ -46,10 +35,10 @@ GROUPS = gl.constexpr(2)  # warpgroups, of 64 columns of V or of M each
 class Piece:
     """Descriptors, ring buffers and barriers of one CTA, and its place."""
 
-    k_desc: tma.tensor_descriptor  # [.., .., tokens, H, K] box [1, 1, C, 1, K]
-    v_desc: tma.tensor_descriptor  # [.., .., tokens, HV, V] box [1, 1, C, 1, 64]
-    t_desc: tma.tensor_descriptor  # Tb [rows * HV * C, C] box [C, C]
-    f_desc: tma.tensor_descriptor  # F [rows * HV * 4 * C] fp32 box [4 * C]
+    k_desc: hw.tma.tensor_descriptor  # [.., .., tokens, H, K] box [1, 1, C, 1, K]
+    v_desc: hw.tma.tensor_descriptor  # [.., .., tokens, HV, V] box [1, 1, C, 1, 64]
+    t_desc: hw.tma.tensor_descriptor  # Tb [rows * HV * C, C] box [C, C]
+    f_desc: hw.tma.tensor_descriptor  # F [rows * HV * 4 * C] fp32 box [4 * C]
     k_smem: gl.shared_memory_descriptor  # [STAGES, C, K]
     v_smem: gl.shared_memory_descriptor  # [STAGES * GROUPS, C, 64]
     t_smem: gl.shared_memory_descriptor  # [STAGES, C, C]
@@ -76,17 +65,17 @@ def _load_partition(u, start_ptr, sent_ptr):
     for c in range(u.chunks):
         s = c % STAGES
         full = u.full.index(s)
-        mbarrier.wait(u.empty.index(s), ((c // STAGES) & 1) ^ 1)  # the first round passes at once
-        mbarrier.expect(full, BYTES)
+        hw.mbarrier.wait(u.empty.index(s), ((c // STAGES) & 1) ^ 1)  # first round: at once
+        hw.mbarrier.expect(full, BYTES)
         row = u.row + c * C
         block = u.block + c * u.heads
         at = [RAGGED_END, u.end, row, u.key_head, 0]
-        tma_load(u.k_desc, at, full, as_box(u.k_smem.index(s), u.k_desc))
+        hw.tma_load(u.k_desc, at, full, hw.as_box(u.k_smem.index(s), u.k_desc))
         for w in gl.static_range(GROUPS):  # past the columns of V are zeros, as M wants
             at = [RAGGED_END, u.end, row, u.head, u.column + w * u.second]
-            tma_load(u.v_desc, at, full, as_box(u.v_smem.index(s * GROUPS + w), u.v_desc))
-        tma_load(u.f_desc, [block * (4 * C)], full, u.f_smem.index(s))
-        tma_load(u.t_desc, [block * C, 0], full, u.t_smem.index(s))
+            hw.tma_load(u.v_desc, at, full, hw.as_box(u.v_smem.index(s * GROUPS + w), u.v_desc))
+        hw.tma_load(u.f_desc, [block * (4 * C)], full, u.f_smem.index(s))
+        hw.tma_load(u.t_desc, [block * C, 0], full, u.t_smem.index(s))
 
 
 @gluon.jit
@@ -111,26 +100,26 @@ def _state_partition(u, start_ptr, sent_ptr, GROUP: gl.constexpr):
     if column >= D:
         S = gl.where(_offsets(column - D) % (D + 1) == 0, 1.0, 0.0)
     Sa = as_a(S, DTYPE)
-    mbarrier.wait(u.full.index(0), 0, pred=u.chunks > 0)
+    hw.mbarrier.wait(u.full.index(0), 0, pred=u.chunks > 0)
     S = pin(decayed_state(S, u.f_smem.index(0), u.chunks > 0))
     for c in range(u.chunks):
         s, n = c % STAGES, (c + 1) % STAGES  # this chunk's slot and the next one's
         k, f = u.k_smem.index(s), u.f_smem.index(s)
         sk = start_product(Sa, k)
-        mbarrier.arrive(u.empty.index((c + STAGES - 1) % STAGES), count=1, pred=c > 0)
+        hw.mbarrier.arrive(u.empty.index((c + STAGES - 1) % STAGES), count=1, pred=c > 0)
         f0 = f.slice(0, C).load(TOKEN)
         v = u.v_smem.index(s * GROUPS + GROUP).permute((1, 0)).load(X_LAYOUT)
-        sk = warpgroup_mma_wait(0, (sk,))
+        sk = hw.warpgroup_mma_wait(0, (sk,))
         x = v.to(gl.float32) - gl.expand_dims(f0, 0) * sk
         vt = start_product(as_a(x, DTYPE), u.t_smem.index(s))
         f1 = f.slice(C, C).load(TOKEN)
-        vt, f1 = warpgroup_mma_wait(0, (vt, f1))
+        vt, f1 = hw.warpgroup_mma_wait(0, (vt, f1))
         wa = as_a(vt * gl.expand_dims(f1, 0), DTYPE)
         wa = gl.convert_layout(wa, a_layout(D), assert_trivial=True)
-        S = warpgroup_mma(wa, k, S, is_async=True)
+        S = hw.warpgroup_mma(wa, k, S, is_async=True)
         more = c + 1 < u.chunks
-        mbarrier.wait(u.full.index(n), ((c + 1) // STAGES) & 1, pred=more)
-        S = warpgroup_mma_wait(0, (S,))
+        hw.mbarrier.wait(u.full.index(n), ((c + 1) // STAGES) & 1, pred=more)
+        S = hw.warpgroup_mma_wait(0, (S,))
         Sa = pin(as_a(S, DTYPE))
         S = pin(decayed_state(S, u.f_smem.index(n), more))
     if u.chunks > 0:
@@ -199,19 +188,19 @@ def gdn_summary_kernel(
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES * GROUPS, C, 64], LAYOUT)
     t_smem = gl.allocate_shared_memory(t_desc.dtype, [STAGES, C, C], LAYOUT)
     f_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * C], f_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hw.mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hw.mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=GROUPS)
+        hw.mbarrier.init(full.index(i), count=1)
+        hw.mbarrier.init(empty.index(i), count=GROUPS)
     where = _place(cu_ptr, rows_ptr, decay_ptr, T, HV, H, WITH_M)
     u = Piece(
         k_desc, v_desc, t_desc, f_desc, k_smem, v_smem, t_smem, f_smem, full, empty, *where
     )  # fmt: skip
     args = (u, start_ptr, sent_ptr)
     # Triton passes args to the workers through memory that reductions above may still use.
-    barrier()
-    warp_specialize(
+    hw.barrier()
+    hw.warp_specialize(
         [_state_partition_0, _state_partition_1, _load_partition], args,
         [4, 1], [STATE_REGISTERS, LOAD_REGISTERS],
     )  # fmt: skip

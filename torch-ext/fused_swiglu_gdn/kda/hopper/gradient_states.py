@@ -27,20 +27,8 @@ from ...gdn.hopper.gradient_states import (
     to_state,
 )
 from ...gdn.hopper.primitives import C, D, as_a, pin, sequence_at
-from ...runtime.gluon import (
-    as_box,
-    barrier,
-    gl,
-    gluon,
-    launch_dependents,
-    mbarrier,
-    record,
-    tma,
-    tma_load,
-    warp_specialize,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from ...runtime import gluon as hw
+from ...runtime.gluon import gl, gluon, record
 
 EARLY = gl.constexpr(3)  # slots of the ring whose tiles are read until the solve
 
@@ -53,15 +41,15 @@ class Pass:
     or backward Ke. The late one has Tb, gam and E, what multiplies the delta: Ke, or backward Kd.
     """
 
-    k_desc: tma.tensor_descriptor  # [.., .., tokens, HV, K] box [1, 1, C, 1, K]
-    e_desc: tma.tensor_descriptor  # likewise
-    q_desc: tma.tensor_descriptor  # likewise
-    in_desc: tma.tensor_descriptor  # V or dO [.., .., tokens, HV, V] box [1, 1, C, 1, 64]
-    out_desc: tma.tensor_descriptor  # vt or dV, likewise
-    state_desc: tma.tensor_descriptor  # S or dS of all chunks [rows * HV * K, V] box [K, 64]
-    t_desc: tma.tensor_descriptor  # Tb [rows * HV * C, C] box [C, C]
-    p_desc: tma.tensor_descriptor  # P, likewise
-    f_desc: tma.tensor_descriptor  # gam [rows * HV * K] fp32 box [K]
+    k_desc: hw.tma.tensor_descriptor  # [.., .., tokens, HV, K] box [1, 1, C, 1, K]
+    e_desc: hw.tma.tensor_descriptor  # likewise
+    q_desc: hw.tma.tensor_descriptor  # likewise
+    in_desc: hw.tma.tensor_descriptor  # V or dO [.., .., tokens, HV, V] box [1, 1, C, 1, 64]
+    out_desc: hw.tma.tensor_descriptor  # vt or dV, likewise
+    state_desc: hw.tma.tensor_descriptor  # S or dS of all chunks [rows * HV * K, V] box [K, 64]
+    t_desc: hw.tma.tensor_descriptor  # Tb [rows * HV * C, C] box [C, C]
+    p_desc: hw.tma.tensor_descriptor  # P, likewise
+    f_desc: hw.tma.tensor_descriptor  # gam [rows * HV * K] fp32 box [K]
     k_smem: gl.shared_memory_descriptor  # [EARLY, C, K]
     q_smem: gl.shared_memory_descriptor  # [EARLY, C, K]
     in_smem: gl.shared_memory_descriptor  # [EARLY, C, 64]
@@ -99,21 +87,21 @@ def _load_partition(u, tb_ptr, first_ptr, last_ptr, first_strides, last_strides)
         key = [u.batch, u.end, u.row + c * C, u.head, 0]
         value = [u.batch, u.end, u.row + c * C, u.head, u.column]
         full = u.early_full.index(s)
-        mbarrier.wait(u.early_empty.index(s), ((i // EARLY) & 1) ^ 1)  # the first round passes
-        mbarrier.expect(full, EARLY_BYTES)
-        tma_load(u.in_desc, value, full, as_box(u.in_smem.index(s), u.in_desc))
+        hw.mbarrier.wait(u.early_empty.index(s), ((i // EARLY) & 1) ^ 1)  # the first round passes
+        hw.mbarrier.expect(full, EARLY_BYTES)
+        hw.tma_load(u.in_desc, value, full, hw.as_box(u.in_smem.index(s), u.in_desc))
         if u.REVERSE:
-            tma_load(u.p_desc, [block * C, 0], full, u.p_smem.index(s))
-        tma_load(u.k_desc, key, full, as_box(u.k_smem.index(s), u.k_desc))
+            hw.tma_load(u.p_desc, [block * C, 0], full, u.p_smem.index(s))
+        hw.tma_load(u.k_desc, key, full, hw.as_box(u.k_smem.index(s), u.k_desc))
         if u.REVERSE:
-            tma_load(u.q_desc, key, full, as_box(u.q_smem.index(s), u.q_desc))
+            hw.tma_load(u.q_desc, key, full, hw.as_box(u.q_smem.index(s), u.q_desc))
         s = i % u.LATE
         full = u.late_full.index(s)
-        mbarrier.wait(u.late_empty.index(s), ((i // u.LATE) & 1) ^ 1)
-        mbarrier.expect(full, LATE_BYTES)
-        tma_load(u.f_desc, [block * D], full, u.f_smem.index(s))
-        tma_load(u.t_desc, [block * C, 0], full, u.t_smem.index(s))
-        tma_load(u.e_desc, key, full, as_box(u.e_smem.index(s), u.e_desc))
+        hw.mbarrier.wait(u.late_empty.index(s), ((i // u.LATE) & 1) ^ 1)
+        hw.mbarrier.expect(full, LATE_BYTES)
+        hw.tma_load(u.f_desc, [block * D], full, u.f_smem.index(s))
+        hw.tma_load(u.t_desc, [block * C, 0], full, u.t_smem.index(s))
+        hw.tma_load(u.e_desc, key, full, hw.as_box(u.e_smem.index(s), u.e_desc))
 
 
 @gluon.jit
@@ -124,7 +112,7 @@ def _solve(x, b, beta, DTYPE: gl.constexpr):
     """
     low = pin(x.to(DTYPE))
     lost = (x - low.to(gl.float32)) * gl.expand_dims(beta.to(gl.float32), 0)
-    return warpgroup_mma(as_a(low, DTYPE), b, lost, is_async=True)
+    return hw.warpgroup_mma(as_a(low, DTYPE), b, lost, is_async=True)
 
 
 @gluon.jit
@@ -139,48 +127,48 @@ def _state_partition(u, tb_ptr, first_ptr, last_ptr, first_strides, last_strides
         s, late = i % EARLY, i % u.LATE
         c = chunk_at(u, i)
         low = pin(S.to(DTYPE))
-        mbarrier.wait(u.early_full.index(s), (i // EARLY) & 1)
+        hw.mbarrier.wait(u.early_full.index(s), (i // EARLY) & 1)
         given = u.in_smem.index(s).permute((1, 0))  # V^T or dO^T [64, C]
         keys = u.k_smem.index(s).permute((1, 0))
         y = gl.zeros((64, C), gl.float32, TILE)
         if u.REVERSE:
-            y = warpgroup_mma(given, u.p_smem.index(s), y, use_acc=False, is_async=True)
-            y = warpgroup_mma(as_a(low, DTYPE), keys, y, is_async=True)
+            y = hw.warpgroup_mma(given, u.p_smem.index(s), y, use_acc=False, is_async=True)
+            y = hw.warpgroup_mma(as_a(low, DTYPE), keys, y, is_async=True)
         else:
-            y = warpgroup_mma(as_a(low, DTYPE), keys, y, use_acc=False, is_async=True)
+            y = hw.warpgroup_mma(as_a(low, DTYPE), keys, y, use_acc=False, is_async=True)
         keep_state(u, low, c)
-        mbarrier.wait(u.late_full.index(late), (i // u.LATE) & 1)
+        hw.mbarrier.wait(u.late_full.index(late), (i // u.LATE) & 1)
         gam = u.f_smem.index(late).load(gl.SliceLayout(0, STATE))
         t = u.t_smem.index(late)
         S = pin(S * gl.expand_dims(gam, 0))
         if u.REVERSE:
-            S = warpgroup_mma(given, u.q_smem.index(s), S, is_async=True)
-            y = warpgroup_mma_wait(1, (y,))
+            S = hw.warpgroup_mma(given, u.q_smem.index(s), S, is_async=True)
+            y = hw.warpgroup_mma_wait(1, (y,))
             y = _solve(y, t, beta, DTYPE)
             beta = diagonal(u, tb_ptr, i + 1)
-            y, S = warpgroup_mma_wait(0, (y, S))
+            y, S = hw.warpgroup_mma_wait(0, (y, S))
             more = -y
         else:
             x = given.load(TILE).to(gl.float32)
-            y = warpgroup_mma_wait(0, (y,))
+            y = hw.warpgroup_mma_wait(0, (y,))
             y = _solve(x - y, t.permute((1, 0)), beta, DTYPE)
             beta = diagonal(u, tb_ptr, i + 1)
-            y = warpgroup_mma_wait(0, (y,))
+            y = hw.warpgroup_mma_wait(0, (y,))
             more = y
-        S = warpgroup_mma(to_state(more, DTYPE), u.e_smem.index(late), S, is_async=True)
-        mbarrier.arrive(u.early_empty.index(s), count=1)
+        S = hw.warpgroup_mma(to_state(more, DTYPE), u.e_smem.index(late), S, is_async=True)
+        hw.mbarrier.arrive(u.early_empty.index(s), count=1)
         keep_tokens(u, y.to(DTYPE), c)
-        S = warpgroup_mma_wait(0, (S,))
-        mbarrier.arrive(u.late_empty.index(late), count=1)
+        S = hw.warpgroup_mma_wait(0, (S,))
+        hw.mbarrier.arrive(u.late_empty.index(late), count=1)
     finish_pass(u, S, last_ptr, last_strides)
 
 
 @gluon.jit
 def _barriers(COUNT: gl.constexpr):
     """COUNT mbarriers that wait for one arrival each."""
-    found = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    found = gl.allocate_shared_memory(gl.int64, [COUNT, 1], hw.mbarrier.MBarrierLayout())
     for s in gl.static_range(COUNT):
-        mbarrier.init(found.index(s), count=1)
+        hw.mbarrier.init(found.index(s), count=1)
     return found
 
 
@@ -203,7 +191,7 @@ def kda_states_kernel(
     LATE: gl.constexpr = 2 if REVERSE else 3
     QUERY: gl.constexpr = EARLY if REVERSE else 1
     if REVERSE:
-        launch_dependents()
+        hw.launch_dependents()
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [EARLY, C, D], LAYOUT)
     q_smem = gl.allocate_shared_memory(k_desc.dtype, [QUERY, C, D], LAYOUT)
     in_smem = gl.allocate_shared_memory(k_desc.dtype, [EARLY, C, 64], LAYOUT)
@@ -229,5 +217,5 @@ def kda_states_kernel(
     if last_ptr is not None:
         last_ptr += n.to(gl.int64) * last_strides[0]
     args = (u, tb_ptr, first_ptr, last_ptr, first_strides, last_strides)
-    barrier()
-    warp_specialize([_state_partition, _load_partition], args, [1], [LOAD_REGISTERS])
+    hw.barrier()
+    hw.warp_specialize([_state_partition, _load_partition], args, [1], [LOAD_REGISTERS])

@@ -6,7 +6,8 @@ Blocks are [4, 16, 16]: block (warp), rows, columns. What all warps read of one 
 from ...gdn.hopper.blocks import operand
 from ...gdn.hopper.primitives import C
 from ...gdn.portable.primitives import level
-from ...runtime.gluon import fence_async_shared, gl, gluon, mma_v2, tma_store
+from ...runtime import gluon as hw
+from ...runtime.gluon import gl, gluon
 from .levels import TILE
 
 
@@ -17,7 +18,7 @@ def _product(a, b_smem, WHICH: gl.constexpr, acc):
     b = b_smem.slice(WHICH, 1).load(operand(1, TILE))
     like = gl.zeros((4, 16, 16), gl.float16, operand(1, TILE))
     b, _ = gl.broadcast(b, like)
-    return mma_v2(a, b, acc)
+    return hw.mma_v2(a, b, acc)
 
 
 @gluon.jit
@@ -25,7 +26,7 @@ def _transposed_product(a, b, acc):
     """a b^T + acc of accumulators."""
     a = gl.convert_layout(a.to(gl.float16), operand(0, TILE), assert_trivial=True)
     b = b.to(gl.float16).permute((0, 2, 1))
-    return mma_v2(a, gl.convert_layout(b, operand(1, TILE), assert_trivial=True), acc)
+    return hw.mma_v2(a, gl.convert_layout(b, operand(1, TILE), assert_trivial=True), acc)
 
 
 @gluon.jit
@@ -70,8 +71,8 @@ def store_tile(desc, at, smem, x0, x1, x2, x3):
     x0, x1, x2, x3 = x0.to(desc.dtype), x1.to(desc.dtype), x2.to(desc.dtype), x3.to(desc.dtype)
     x = gl.join(gl.join(x0, x2), gl.join(x1, x3))  # [4, 16, 16, 2, 2]
     smem.store(x.permute((0, 1, 3, 4, 2)).reshape([C, C]))
-    fence_async_shared()
-    tma_store(desc, [at, 0], smem)
+    hw.fence_async_shared()
+    hw.tma_store(desc, [at, 0], smem)
 
 
 @gluon.jit
@@ -81,5 +82,5 @@ def store_kept(desc, at, smem, x0, x1, x2, x3):
     x0, x1, x2, x3 = x0.to(desc.dtype), x1.to(desc.dtype), x2.to(desc.dtype), x3.to(desc.dtype)
     x = gl.join(gl.join(x0, x2), gl.join(x1, x3)).reshape([4, 2, 4, 2, 2, 8, 2, 2])
     smem.store(x.permute((6, 7, 0, 5, 2, 1, 4, 3)).reshape([C, C]))
-    fence_async_shared()
-    tma_store(desc, [at, 0], smem)
+    hw.fence_async_shared()
+    hw.tma_store(desc, [at, 0], smem)

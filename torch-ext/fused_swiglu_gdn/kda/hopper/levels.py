@@ -9,7 +9,8 @@ one of the right operand of the transpose.
 """
 
 from ...gdn.hopper.blocks import operand, tile_layout
-from ...runtime.gluon import as_tile, gl, gluon, mma_v2
+from ...runtime import gluon as hw
+from ...runtime.gluon import gl, gluon
 
 TILE = gl.constexpr(tile_layout(4))  # accumulators [4, 16, 16]
 # [4, 2, 8, 32]: eight channels and two tokens a lane
@@ -49,7 +50,7 @@ def tokens(smem):
     """A panel [C, 32] as [4, 2, 8, 32]."""
     BITS: gl.constexpr = smem.dtype.primitive_bitwidth
     VIEW: gl.constexpr = gl.NVMMASharedLayout(4 * BITS, BITS, 4)  # of the same bytes
-    return as_tile(smem, smem.dtype, [4, 2, 8, 32], VIEW).load(X)
+    return hw.as_tile(smem, smem.dtype, [4, 2, 8, 32], VIEW).load(X)
 
 
 @gluon.jit
@@ -103,7 +104,7 @@ def add_levels(kk, qk, k, q, a, i, j):
     _, half, t, _ = positions()
     zero = gl.zeros((4, 16, 16), gl.float32, TILE)
     kt = right(k)
-    qk += gl.where(i == j, mma_v2(left(q), kt, zero), 0.0)
+    qk += gl.where(i == j, hw.mma_v2(left(q), kt, zero), 0.0)
     # of the token's side of the level's middle, and of the other side: since or until
     own, other = gl.where((t & 1) != 0, a, 1.0), gl.where((t & 1) != 0, 1.0, a)
     for s in gl.static_range(4):
@@ -111,8 +112,8 @@ def add_levels(kk, qk, k, q, a, i, j):
         ke = halves_product(k, e)
         kt = right(ke)
         mine = ((i ^ j) >> s) == 1
-        kk += gl.where(mine, mma_v2(left(ke), kt, zero), 0.0)
-        qk += gl.where(mine, mma_v2(left(halves_product(q, e)), kt, zero), 0.0)
+        kk += gl.where(mine, hw.mma_v2(left(ke), kt, zero), 0.0)
+        qk += gl.where(mine, hw.mma_v2(left(halves_product(q, e)), kt, zero), 0.0)
         if s == 0:
             more, same = own * _exchanged(a, "4"), (t & 1) * 2 == (t & 2)
         elif s == 1:

@@ -13,17 +13,8 @@ block has 1 in place of 4.
 from ...gdn.hopper.primitives import C, D, locate
 from ...gdn.hopper.scheduler import before_cut
 from ...gdn.portable.gates import LOG2_E, LOG2_E_REST, at_least, write_strength
-from ...runtime.gluon import (
-    as_box,
-    as_tile,
-    barrier,
-    gl,
-    gluon,
-    mbarrier,
-    mma_v2,
-    tma_load,
-    tma_store_wait,
-)
+from ...runtime import gluon as hw
+from ...runtime.gluon import gl, gluon
 from ...runtime.primitives import exact_exp2
 from .decay import store_decay, tokens_of_rows
 from .gates import exp2_short, rate_of, raw_log_decay
@@ -77,7 +68,7 @@ def _panel(smem, p):
     """Panel p [4, 32] of numbers of channels [.., PANELS, 4, 32]."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     COUNT: gl.constexpr = 2 * PANELS if len(smem.shape) == 4 else PANELS
-    return as_tile(smem, smem.dtype, [COUNT, 4, 32], FLAT).index(p)
+    return hw.as_tile(smem, smem.dtype, [COUNT, 4, 32], FLAT).index(p)
 
 
 @gluon.jit
@@ -135,7 +126,7 @@ def _lengths(smem, i, j):
     xx = gl.zeros((4, 16, 16), gl.float32, TILE)
     for p in gl.static_range(PANELS):
         x = tokens(smem.index(p))
-        xx = mma_v2(left(x), right(x), xx)
+        xx = hw.mma_v2(left(x), right(x), xx)
     return gl.rsqrt(gl.sum(gl.where(i == j, xx, 0.0), 2) + 1e-6)
 
 
@@ -198,31 +189,31 @@ def kda_prepare_fwd_kernel(
     batch, end, first, c, length = locate(row, cu_ptr, T, N, NT)
     if c * C >= length:
         return
-    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())  # q, k; g
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], hw.mbarrier.MBarrierLayout())  # q, k; g
     q_tiles = gl.allocate_shared_memory(DTYPE, [2, C, C], t_desc.layout)
     k_tiles = gl.allocate_shared_memory(DTYPE, [2, C, C], t_desc.layout)
-    q_smem = as_tile(q_tiles, DTYPE, [PANELS, C, 32], PANEL)
-    k_smem = as_tile(k_tiles, DTYPE, [PANELS, C, 32], PANEL)
+    q_smem = hw.as_tile(q_tiles, DTYPE, [PANELS, C, 32], PANEL)
+    k_smem = hw.as_tile(k_tiles, DTYPE, [PANELS, C, 32], PANEL)
     g_smem = gl.allocate_shared_memory(g_desc.dtype, [PANELS, C, 32], GATES)
     sums = gl.allocate_shared_memory(gl.float32, [PANELS, 4, 32], BLOCKS)
     before = gl.allocate_shared_memory(gl.float32, [PANELS, 4, 32], BLOCKS)
     behind = gl.allocate_shared_memory(gl.float32, [PANELS, 4, 32], BLOCKS)
     between = gl.allocate_shared_memory(gl.float16, [2, PANELS, 4, 32], BLOCKS)
     # what a panel was becomes what it is made into
-    k_kept = as_tile(k_tiles, gl.float16, [PANELS, 4, 2, 8, 4, 8], KEPT_SMEM)
-    q_kept = as_tile(q_tiles, gl.float16, [PANELS, 4, 2, 8, 4, 8], KEPT_SMEM)
-    until_smem = as_tile(g_smem, gl.float16, [STEP * PANELS, 4, 2, 8, 32], HALVES)
+    k_kept = hw.as_tile(k_tiles, gl.float16, [PANELS, 4, 2, 8, 4, 8], KEPT_SMEM)
+    q_kept = hw.as_tile(q_tiles, gl.float16, [PANELS, 4, 2, 8, 4, 8], KEPT_SMEM)
+    until_smem = hw.as_tile(g_smem, gl.float16, [STEP * PANELS, 4, 2, 8, 32], HALVES)
     for x in gl.static_range(2):
-        mbarrier.init(full.index(x), count=1)
-        mbarrier.expect(full.index(x), C * D * (4 if x == 0 else WIDTH // 8))
+        hw.mbarrier.init(full.index(x), count=1)
+        hw.mbarrier.expect(full.index(x), C * D * (4 if x == 0 else WIDTH // 8))
     for p in gl.static_range(PANELS):
         at = [batch, end, first + c * C, hv // R, 32 * p]
-        tma_load(k_desc, at, full.index(0), as_box(k_smem.index(p), k_desc))
-        tma_load(q_desc, at, full.index(0), as_box(q_smem.index(p), q_desc))
+        hw.tma_load(k_desc, at, full.index(0), hw.as_box(k_smem.index(p), k_desc))
+        hw.tma_load(q_desc, at, full.index(0), hw.as_box(q_smem.index(p), q_desc))
     for p in gl.static_range(PANELS):
         at = [batch, end, first + c * C, hv, 32 * p]
-        tma_load(g_desc, at, full.index(1), as_box(g_smem.index(p), g_desc))
-    barrier()  # ptxas would put the loads off until the next one
+        hw.tma_load(g_desc, at, full.index(1), hw.as_box(g_smem.index(p), g_desc))
+    hw.barrier()  # ptxas would put the loads off until the next one
 
     if cu_ptr is None:
         batch_of, start = end.to(gl.int64), (c * C).to(gl.int64)
@@ -243,14 +234,14 @@ def kda_prepare_fwd_kernel(
     i, j, b = _block_positions()
     zero = gl.zeros((4, 16, 16), gl.float32, TILE)
     kk, qk = zero, zero
-    mbarrier.wait(full.index(0), 0)
+    hw.mbarrier.wait(full.index(0), 0)
     rk, rq = _lengths(k_smem, i, j), _lengths(q_smem, i, j)
     if lengths_ptr is not None:
         _store_lengths(lengths_ptr + unit * (3 * C), rk)
         _store_lengths(lengths_ptr + unit * (3 * C) + C, rq)
     rk, rq, rate = of_token(rk), of_token(rq), rate_of(A_log_ptr, hv)
     RAW: gl.constexpr = A_log_ptr is not None or LOWER is not None
-    mbarrier.wait(full.index(1), 0)
+    hw.mbarrier.wait(full.index(1), 0)
     if decay_ptr is not None and before_cut(c, length, split, shortest, look_back):
         store_decay(decay_ptr + unit, g_smem, beta, rest, rate, dt_bias_ptr, hv, RAW, LOWER)
     for p in range(PANELS):
@@ -268,32 +259,32 @@ def kda_prepare_fwd_kernel(
         _keep(q_kept.index(p), halves_product(q, since))
         until_smem.index(STEP * p).store(halves_product(k, until))
         _panel(sums, p).store(total)
-    barrier()
+    hw.barrier()
     _store_totals(sums, before, behind, between, gam_ptr + unit * D)
-    barrier()
+    hw.barrier()
     k0, q0, k1, q1, k2, q2 = zero, zero, zero, zero, zero, zero
     for p in range(PANELS):
         until = until_smem.index(STEP * p)
         k, q = _kept(k_kept.index(p)), _kept(q_kept.index(p))
         kb, qb = left(k), left(q)
         kt = right(_all(until.slice(2, 1).load(X)))
-        k2, q2 = mma_v2(kb, kt, k2), mma_v2(qb, kt, q2)
+        k2, q2 = hw.mma_v2(kb, kt, k2), hw.mma_v2(qb, kt, q2)
         f = _all(_factors(between, PANELS + p))
         kt = right(halves_product(_all(until.slice(1, 1).load(X)), f))
-        k1, q1 = mma_v2(kb, kt, k1), mma_v2(qb, kt, q1)
+        k1, q1 = hw.mma_v2(kb, kt, k1), hw.mma_v2(qb, kt, q1)
         f = _all(_factors(between, p))
         kt = right(halves_product(_all(until.slice(0, 1).load(X)), f))
-        k0, q0 = mma_v2(kb, kt, k0), mma_v2(qb, kt, q0)
+        k0, q0 = hw.mma_v2(kb, kt, k0), hw.mma_v2(qb, kt, q0)
         to = 32 * p + out_at
         f = _factors(before, p)
         gl.store(kd_ptr + to, (k.to(gl.float32) * f).to(DTYPE), mask=ok)
         gl.store(qd_ptr + to, (q.to(gl.float32) * (f * scale)).to(DTYPE), mask=ok)
         f = _factors(behind, p)
         gl.store(ke_ptr + to, (until.load(X).to(gl.float32) * f).to(DTYPE), mask=ok)
-    barrier()  # k and q are read
+    hw.barrier()  # k and q are read
     # Till here the barrier has its memory to itself: PTX allows no other use of it before this.
-    mbarrier.invalidate(full.index(0))
-    mbarrier.invalidate(full.index(1))
+    hw.mbarrier.invalidate(full.index(0))
+    hw.mbarrier.invalidate(full.index(1))
     at = (unit * C).to(gl.int32)
     q0 = gl.where(b == 0, gl.where(i >= j, qk, 0.0), q0) * scale
     q1 = gl.where(b == 1, gl.where(i >= j, qk, 0.0), gl.where(b > 1, q1, 0.0)) * scale
@@ -301,12 +292,12 @@ def kda_prepare_fwd_kernel(
     q3 = gl.where((b == 3) & (i >= j), qk, 0.0) * scale
     store_tile(p_desc, at, k_tiles.index(0), q0, q1, q2, q3)
     if a_desc is not None:
-        a_smem = as_tile(q_tiles.index(1), gl.float16, [C, C], a_desc.layout)
+        a_smem = hw.as_tile(q_tiles.index(1), gl.float16, [C, C], a_desc.layout)
         a0, a1 = gl.where(b == 0, kk, k0), gl.where(b == 1, kk, k1)
         store_kept(a_desc, at, a_smem, -a0, -a1, -gl.where(b == 2, kk, k2), -kk)
     column = gl.expand_dims(gl.convert_layout(beta, gl.SliceLayout(1, TILE)), 1)
     beta = gl.expand_dims(gl.convert_layout(beta, gl.SliceLayout(2, TILE)), 2)
-    smem = as_tile(q_tiles.index(0), gl.float16, [4, 4, 16, 16], BLOCKS)
+    smem = hw.as_tile(q_tiles.index(0), gl.float16, [4, 4, 16, 16], BLOCKS)
     t0, t1, t2, t3 = inverse(smem, kk, k0, k1, k2, beta, column, i, j, b)
     store_tile(t_desc, at, k_tiles.index(1), t0, t1, t2, t3)
-    tma_store_wait(0)
+    hw.tma_store_wait(0)

@@ -3,17 +3,8 @@
 They take a tile in pieces of 64 columns, vector by vector. Sizes: M tokens, N hidden width.
 """
 
-from ...runtime.gluon import (
-    as_box,
-    as_tile,
-    gl,
-    gluon,
-    mbarrier,
-    record,
-    tma,
-    tma_store,
-    tma_store_wait,
-)
+from ...runtime import gluon as hw
+from ...runtime.gluon import gl, gluon, record
 from ...runtime.primitives import activate, activate_with_slope, grouped_tile
 
 BM = gl.constexpr(128)  # a tile's rows
@@ -25,8 +16,8 @@ UNIT = gl.constexpr(8)  # rows of a tile, 64 columns wide, that a warp of the ta
 class Work:
     """State that the warps of one CTA share."""
 
-    a_desc: tma.tensor_descriptor  # [M, D] box [BM, BK]
-    b_desc: tma.tensor_descriptor  # weights: [2, N, D] box [2, BN / 2, BK], or [D, N] box [BK, BN]
+    a_desc: hw.tma.tensor_descriptor  # [M, D] box [BM, BK]
+    b_desc: hw.tma.tensor_descriptor  # weights: [2, N, D] box [2, BN / 2, BK], or [D, N]: [BK, BN]
     a_smem: gl.shared_memory_descriptor  # [STAGES, BM, BK]
     b_smem: gl.shared_memory_descriptor  # [STAGES, *box of b_desc]
     tile_smem: gl.shared_memory_descriptor  # [4, BM, 64] a finished tile by columns, 16 bits
@@ -74,7 +65,7 @@ def piece(w, i, WARPS: gl.constexpr):
     """Piece i of the tile, [UNIT WARPS, 64]: from top to bottom, then the next 64 columns."""
     smem = w.tile_smem
     SHAPE: gl.constexpr = [4 * BM // (UNIT * WARPS), UNIT * WARPS, 64]
-    return as_tile(smem, smem.dtype, SHAPE, smem.layout).index(i)
+    return hw.as_tile(smem, smem.dtype, SHAPE, smem.layout).index(i)
 
 
 @gluon.jit
@@ -82,7 +73,7 @@ def _scales(w, i, WARPS: gl.constexpr):
     """The factors of a piece's rows, [UNIT WARPS]."""
     smem = w.scale_smem
     SHAPE: gl.constexpr = [BM // (UNIT * WARPS), UNIT * WARPS]
-    return as_tile(smem, smem.dtype, SHAPE, smem.layout).index(i % SHAPE[0])
+    return hw.as_tile(smem, smem.dtype, SHAPE, smem.layout).index(i % SHAPE[0])
 
 
 @gluon.constexpr_function
@@ -117,12 +108,12 @@ def make_gate(w, gate_up, z_ptr, FIRST: gl.constexpr, LAST: gl.constexpr, WARPS:
         pid_m, pid_n = grouped_tile(tile, w.tiles_m, w.tiles_n, w.group)
         row = pid_m * BM
         column = pid_n * (BN // 2)
-        mbarrier.wait(w.tile_full, phase)
+        hw.mbarrier.wait(w.tile_full, phase)
         phase ^= 1
         if FIRST == 0:
             for q in gl.static_range(4):
                 where = [row, (q // 2) ^ w.UP_FIRST, column + (q % 2) * 64]
-                tma_store(gate_up, where, as_box(w.tile_smem.index(q), gate_up))
+                hw.tma_store(gate_up, where, hw.as_box(w.tile_smem.index(q), gate_up))
         for i in range(FIRST, LAST):
             gate = piece(w, GATE + i, WARPS).load(LAYOUT).to(gl.float32)
             up = piece(w, HALF - GATE + i, WARPS).load(LAYOUT).to(gl.float32)
@@ -130,8 +121,8 @@ def make_gate(w, gate_up, z_ptr, FIRST: gl.constexpr, LAST: gl.constexpr, WARPS:
             m, n, inside = _elements(w, i, row, column, WARPS)
             gl.store(z_ptr + m.to(gl.int64) * N + n, z, mask=inside)
         if FIRST == 0:
-            tma_store_wait(0)
-        mbarrier.arrive(w.tile_empty, count=1)
+            hw.tma_store_wait(0)
+        hw.mbarrier.arrive(w.tile_empty, count=1)
 
 
 @gluon.jit
@@ -176,7 +167,7 @@ def make_gradients(w, gate_up, z_ptr, FIRST: gl.constexpr, LAST: gl.constexpr, W
         column = pid_n * BN
         gate_0, up_0 = _load_pair(w, gate_up, FIRST, row, column, LAST, WARPS)
         gate_1, up_1 = _load_pair(w, gate_up, FIRST + 1, row, column, LAST, WARPS)
-        mbarrier.wait(w.tile_full, phase)
+        hw.mbarrier.wait(w.tile_full, phase)
         phase ^= 1
         for i in range(FIRST, LAST, 2):
             gate = gate_0.to(gl.float32)
@@ -187,4 +178,4 @@ def make_gradients(w, gate_up, z_ptr, FIRST: gl.constexpr, LAST: gl.constexpr, W
             up = up_1.to(gl.float32)
             gate_1, up_1 = _load_pair(w, gate_up, i + 3, row, column, LAST, WARPS)
             _gradient_piece(w, gate_up, z_ptr, gate, up, i + 1, row, column, WARPS)
-        mbarrier.arrive(w.tile_empty, count=1)
+        hw.mbarrier.arrive(w.tile_empty, count=1)

@@ -6,18 +6,8 @@ gradients) while the next tile is multiplied, so the epilogue costs no time and 
 reaches memory. Sizes: M tokens, K model width, N hidden width. docs/swiglu.md has the timeline.
 """
 
-from ...runtime.gluon import (
-    barrier,
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    ring,
-    tma_load,
-    warp_specialize,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from ...runtime import gluon as hw
+from ...runtime.gluon import gl, gluon
 from ...runtime.primitives import grouped_tile
 from .epilogue import BM, BN, Work, for_fp16, hand_over, make_gate, make_gradients
 
@@ -34,13 +24,13 @@ def _load_partition(w, gate_up, z_ptr):
         for step in range(w.depth):
             s = it % w.STAGES
             full = w.full.index(s)
-            mbarrier.wait(w.empty.index(s), ((it // w.STAGES) & 1) ^ 1)  # the first round passes
-            mbarrier.expect(full, BYTES)
-            tma_load(w.a_desc, [pid_m * BM, step * BK], full, w.a_smem.index(s))
+            hw.mbarrier.wait(w.empty.index(s), ((it // w.STAGES) & 1) ^ 1)  # the first round passes
+            hw.mbarrier.expect(full, BYTES)
+            hw.tma_load(w.a_desc, [pid_m * BM, step * BK], full, w.a_smem.index(s))
             if PAIR:
-                tma_load(w.b_desc, [0, pid_n * (BN // 2), step * BK], full, w.b_smem.index(s))
+                hw.tma_load(w.b_desc, [0, pid_n * (BN // 2), step * BK], full, w.b_smem.index(s))
             else:
-                tma_load(w.b_desc, [step * BK, pid_n * BN], full, w.b_smem.index(s))
+                hw.tma_load(w.b_desc, [step * BK, pid_n * BN], full, w.b_smem.index(s))
             it += 1
 
 
@@ -50,18 +40,18 @@ def multiply_steps(w, acc, it, depth, TRANSPOSED: gl.constexpr):
     `it` is the first. acc: registers that the tile may take. TRANSPOSED: b's boxes are."""
     for step in range(depth):
         s = it % w.STAGES
-        mbarrier.wait(w.full.index(s), (it // w.STAGES) & 1)
+        hw.mbarrier.wait(w.full.index(s), (it // w.STAGES) & 1)
         b = w.b_smem.index(s)
         if len(b.shape) == 3:
             b = b.reshape([b.shape[0] * b.shape[1], b.shape[2]])
         if TRANSPOSED:
             b = b.permute((1, 0))
-        acc = warpgroup_mma(w.a_smem.index(s), b, acc, use_acc=step > 0, is_async=True)
-        acc = warpgroup_mma_wait(1, (acc,))
-        mbarrier.arrive(w.empty.index((it + w.STAGES - 1) % w.STAGES), count=1, pred=step > 0)
+        acc = hw.warpgroup_mma(w.a_smem.index(s), b, acc, use_acc=step > 0, is_async=True)
+        acc = hw.warpgroup_mma_wait(1, (acc,))
+        hw.mbarrier.arrive(w.empty.index((it + w.STAGES - 1) % w.STAGES), count=1, pred=step > 0)
         it += 1
-    acc = warpgroup_mma_wait(0, (acc,))
-    mbarrier.arrive(w.empty.index((it + w.STAGES - 1) % w.STAGES), count=1)
+    acc = hw.warpgroup_mma_wait(0, (acc,))
+    hw.mbarrier.arrive(w.empty.index((it + w.STAGES - 1) % w.STAGES), count=1)
     return acc, it
 
 
@@ -79,7 +69,7 @@ def _multiply_partition(w, gate_up, z_ptr):
     phase = 1  # of `tile_empty`: the first tile passes
     for _ in range(gl.program_id(0), w.tiles_m * w.tiles_n, gl.num_programs(0)):
         acc, it = multiply_steps(w, acc, it, w.depth, PAIR)
-        mbarrier.wait(w.tile_empty, phase)
+        hw.mbarrier.wait(w.tile_empty, phase)
         phase ^= 1
         if PAIR:
             hand_over(w.tile_smem, acc)
@@ -87,8 +77,8 @@ def _multiply_partition(w, gate_up, z_ptr):
             scaled, factor = for_fp16(acc)
             w.scale_smem.index(0).store(factor)
             hand_over(w.tile_smem, scaled)
-        fence_async_shared()
-        mbarrier.arrive(w.tile_full, count=1)
+        hw.fence_async_shared()
+        hw.mbarrier.arrive(w.tile_full, count=1)
 
 
 @gluon.jit
@@ -124,26 +114,26 @@ def _run(
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     HANDED: gl.constexpr = a_desc.dtype if PAIR else gl.float16
-    a_smem, b_smem = ring(a_desc, STAGES), ring(b_desc, STAGES)
+    a_smem, b_smem = hw.ring(a_desc, STAGES), hw.ring(b_desc, STAGES)
     tile_smem = gl.allocate_shared_memory(HANDED, [4, BM, 64], TILE)
     scale_smem = gl.allocate_shared_memory(gl.float32, [1, BM], ROW)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    tile_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    tile_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hw.mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hw.mbarrier.MBarrierLayout())
+    tile_full = gl.allocate_shared_memory(gl.int64, [1], hw.mbarrier.MBarrierLayout())
+    tile_empty = gl.allocate_shared_memory(gl.int64, [1], hw.mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    mbarrier.init(tile_full, count=1)
-    mbarrier.init(tile_empty, count=2)
+        hw.mbarrier.init(full.index(i), count=1)
+        hw.mbarrier.init(empty.index(i), count=1)
+    hw.mbarrier.init(tile_full, count=1)
+    hw.mbarrier.init(tile_empty, count=2)
     w = Work(
         a_desc, b_desc, a_smem, b_smem, tile_smem, scale_smem, full, empty, tile_full, tile_empty,
         M, N, gl.cdiv(D, BK), gl.cdiv(M, BM), gl.cdiv(N, COLUMNS), group, STAGES, UP_FIRST,
         ACTIVATION,
     )  # fmt: skip
     args = (w, gate_up, z_ptr)
-    barrier()
-    warp_specialize(
+    hw.barrier()
+    hw.warp_specialize(
         [_multiply_partition, _epilogue_partition_0, _epilogue_partition_1, _load_partition], args,
         [2, 1, 1], [REGISTERS, REGISTERS, REGISTERS],
     )  # fmt: skip
