@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fresh
 import pytest
 
 if shutil.which("git") is None:
@@ -92,11 +93,15 @@ class Checkout:
         if message:
             self.commit(message)
 
-    def run(self, *arguments, env=None):
-        """Runs Python on `arguments` in the checkout; the caller looks at the result."""
+    def run(self, script, *arguments, env=None):
+        """Runs a script of the checkout; the caller looks at the result. With variables of its own
+        the process is a new one: clients of the Hub read theirs when they are imported."""
+        words, given = [self.root / script, *arguments], {**os.environ, **GIT, **(env or {})}
+        if env is None:
+            return fresh.python(*words, cwd=self.root, env=given, imported="kernels")
         return subprocess.run(
-            [sys.executable, *arguments], cwd=self.root, capture_output=True, text=True,
-            env={**os.environ, **GIT, **(env or {})}, stdin=subprocess.DEVNULL, timeout=120,
+            [sys.executable, *map(str, words)], cwd=self.root, capture_output=True, text=True,
+            env=given, stdin=subprocess.DEVNULL, timeout=120,
         )  # fmt: skip
 
     def build(self, *arguments):

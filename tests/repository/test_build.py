@@ -38,9 +38,10 @@ def built(tmp_path_factory):
 
 
 @pytest.fixture
-def copy(built, tmp_path):
-    """A folder with a copy of the build, which a test may change."""
-    shutil.copytree(built.root / "build", tmp_path / "repo" / "build")
+def copy(built, tmp_path, request):
+    """A folder with a copy of a variant of the build, which a test may change."""
+    variant = f"build/torch-{getattr(request, 'param', HERE)}"
+    shutil.copytree(built.root / variant, tmp_path / "repo" / variant)
     return tmp_path / "repo"
 
 
@@ -119,7 +120,7 @@ def test_same_sources_same_bytes(built, tmp_path):
     assert contents(tmp_path / "again") == contents(built.root / "build")
     other = tmp_path / "clone"
     built.git("clone", "-q", str(built.root), str(other))
-    subprocess.run([sys.executable, "tools/build.py"], cwd=other, check=True, capture_output=True)
+    assert fresh.python(other / "tools" / "build.py", cwd=other, imported="kernels").returncode == 0
     assert contents(other / "build") == contents(built.root / "build")
 
 
@@ -183,7 +184,8 @@ def test_what_git_ignores_is_not_shipped(small):
     assert contents(checkout.build()) == before
     (checkout.root / "benchmarks" / "benchmark_mine.py").write_text("")
     command = "import build; print(*[path.name for path in build.benchmark_files(build.ROOT)])"
-    ran = checkout.run("-c", f"import sys; sys.path.insert(0, 'tools'); {command}")
+    command = f"import sys; sys.path.insert(0, 'tools'); {command}"
+    ran = fresh.python("-c", command, cwd=checkout.root, imported="kernels")
     assert ran.stdout.split() == ["benchmark.py"]
     (checkout.package / "new.py").write_text("")
     variant = checkout.build() / "torch-cpu"
@@ -262,7 +264,8 @@ def test_a_wrong_build_toml_is_refused_and_the_old_build_stays(small):
 
 
 def test_kernels_info_reads_it(built):
-    out = python("from kernels.cli import main; main()", "info", built.root)
+    code = "from kernels.cli import main; main()"
+    out = fresh.python("-c", code, "info", built.root, imported="kernels").stdout
     assert "Name: fused-swiglu-gdn" in out and f"Backends: {', '.join(BACKENDS)}" in out
 
 
@@ -308,6 +311,7 @@ print(Path(kernel.__file__).parent.name, kernel.implementation_of(kernel.fused_s
 """
 
 
+@pytest.mark.parametrize("copy", ["xpu"], indirect=True)
 def test_torch_for_intel_gpus_finds_a_variant(copy):
     """kernels takes the variant of the backend that torch was built for, and no other. A torch that
     says that it is for Intel's GPUs is all that this machine has of them."""
@@ -421,7 +425,7 @@ def test_verify_takes_byte_code_as_python_writes_it(copy):
     variant = copy / "build" / f"torch-{HERE}"
     digest = load_verify(variant)()
     for level in (-1, 1, 2):  # as python, python -O and python -OO do
-        assert compileall.compile_dir(variant, quiet=1, optimize=level)
+        assert compileall.compile_dir(variant / "runtime", quiet=1, optimize=level)
     assert load_verify(variant)(digest) == digest
 
 
