@@ -1,7 +1,9 @@
 """Fixtures of the tests that publish to the Hub's double and load from it."""
 
 import os
+import shutil
 import time
+from types import SimpleNamespace
 
 import fresh
 import pytest
@@ -22,14 +24,8 @@ def hub():
 
 
 @pytest.fixture(scope="module")
-def unchanged(tmp_path_factory):
-    """A checkout of the whole package that no test changes."""
-    return release(Checkout(tmp_path_factory.mktemp("unchanged") / "repo"))
-
-
-@pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """One of a package of a few files, likewise."""
+    """A checkout of a package of a few files that no test changes."""
     return release(Checkout(tmp_path_factory.mktemp("small") / "repo", small=True))
 
 
@@ -45,6 +41,31 @@ def release(checkout, message="release"):
     assert ran.returncode == 0, ran.stderr
     checkout.commit(message)
     return checkout
+
+
+@pytest.fixture(scope="module")
+def builds(tmp_path_factory):
+    """Function: publish.build, which copies what was built of a commit before."""
+    own, done = publish.build, {}
+
+    def build(root, out=None, repo_id=None):
+        if out is None:
+            return own(root)
+        commit = root, Checkout.git(SimpleNamespace(root=root), "rev-parse", "HEAD"), repo_id
+        if commit not in done:
+            folder = tmp_path_factory.mktemp("builds") / "build"
+            done[commit] = folder, own(root, folder, repo_id)
+        shutil.copytree(done[commit][0], out)
+        return done[commit][1]
+
+    return build
+
+
+@pytest.fixture
+def known(builds, monkeypatch):
+    """Commits that agree with themselves are looked at and built once."""
+    monkeypatch.setattr(publish, "build", builds)
+    monkeypatch.setattr(publish.release_checks, "problems", lambda *given: [])
 
 
 @pytest.fixture

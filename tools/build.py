@@ -122,10 +122,10 @@ def metadata(config, backend, identity, source):
     return result
 
 
-def write_variant(root, variant, config, backend, identity, source):
+def write_variant(root, variant, config, backend, identity, source, files):
     """One build/torch-<backend>/, its digest checked with the classes that load it."""
     package = package_dir(root, config)
-    for path in source_files(root, config):
+    for path in files:
         target = variant / path
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes((package / path).read_bytes())
@@ -206,12 +206,12 @@ def build(root=ROOT, out=None, repo_id=None):
 def write_build(root, out, repo_id):
     config, backends = read_config(root)
     source = provenance(root)
-    identity = unique_id(root, config, source)
+    identity, files = unique_id(root, config, source), source_files(root, config)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".build-") as scratch:
         new = pathlib.Path(scratch) / "build"
         for backend in backends:
             variant = new / f"torch-{backend}"
-            write_variant(root, variant, config, backend, identity, source)
+            write_variant(root, variant, config, backend, identity, source, files)
         (new / "CARD.md").write_text(card(root, config, repo_id))
         if contents(out) != contents(new):
             shutil.rmtree(out, ignore_errors=True)

@@ -16,7 +16,6 @@ from hub_fixtures import (  # noqa: F401
     release,
     send,
     small,
-    unchanged,
     user,
     whole,
 )  # fmt: skip
@@ -25,20 +24,20 @@ from huggingface_hub import HfApi
 # ---- what a maintainer does
 
 
-def test_the_command_publishes_and_a_second_run_sends_nothing(hub, unchanged, tmp_path):
+def test_the_command_publishes_and_a_second_run_sends_nothing(hub, small, tmp_path):
     env = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path / "home")}
-    ran = unchanged.run("tools/publish.py", "--repo-id", REPO, "--dry-run", env=env)
+    ran = small.run("tools/publish.py", "--repo-id", REPO, "--dry-run", env=env)
     assert ran.returncode == 0 and hub.writes() == [], ran.stderr
-    assert f"v1 (new version): {len(expected(unchanged))} files to send" in ran.stdout
-    ran = unchanged.run("tools/publish.py", "--repo-id", REPO, env=env)
+    assert f"v1 (new version): {len(expected(small))} files to send" in ran.stdout
+    ran = small.run("tools/publish.py", "--repo-id", REPO, env=env)
     assert ran.returncode == 0, ran.stderr
     assert "v1 (new version)" in ran.stdout and "done" in ran.stdout
-    assert whole(hub, expected(unchanged), "v1")
+    assert whole(hub, expected(small), "v1")
     card = hub.repos[REPO].files("main")["README.md"].decode()
     assert f'get_kernel("{REPO}", version=1)' in card
     assert set(hub.repos[REPO].branches) == {"main", "v1"}
     before, hub.log[:] = dict(hub.repos[REPO].branches), []
-    ran = unchanged.run("tools/publish.py", "--repo-id", REPO, env=env)
+    ran = small.run("tools/publish.py", "--repo-id", REPO, env=env)
     assert ran.returncode == 0 and "nothing to send" in ran.stdout and hub.writes() == []
     assert hub.repos[REPO].branches == before
 
@@ -120,15 +119,15 @@ print(kernel.verify(), hasattr(kernel, "news"))
 """
 
 
-def test_load_by_version_and_find_a_tampered_file(hub, unchanged, send, user):
-    _, out, _ = send(unchanged)
+def test_load_by_version_and_find_a_tampered_file(hub, small, send, user):
+    _, out, _ = send(small)
     digest, news = user(SHOW, REPO, "dict(version=1)").split()
     assert f"kernel.verify('{digest}')" in out and news == "False"
     files = hub.repos[REPO].files("v1")
     for path in list(files):  # somebody with access to the store, not to the build
         if path.endswith("/device.py"):
             files[path] += b"\nSTOLEN = True\n"
-    home = str(unchanged.root.parent / "another-home")
+    home = str(small.root.parent / "another-home")
     told = user(SHOW, REPO, "dict(version=1)", fails=True, HF_HOME=home)
     assert "is not as it was built: changed runtime/device.py" in told
 

@@ -10,9 +10,11 @@ from checkout import Checkout
 from hub_double import CUT, LOST
 from hub_fixtures import (  # noqa: F401
     REPO,
+    builds,
     checkout,
     expected,
     hub,
+    known,
     one_line,
     publish,
     release,
@@ -151,16 +153,15 @@ WRITES = [
     r"/repos/create", r"/branch/publish-", r"/preupload/publish-", r"/commit/publish-",
     r"/branch/v1", r"/validate-yaml", r"/preupload/main", r"/commit/main",
 ]  # fmt: skip
-STATUSES = [401, 403, 404, 409, 429, 507]
+STATUSES = [401, 409, 507]
 BREAKS = [500, CUT, LOST]
 
 
 @pytest.mark.parametrize(
     "path, what",
-    [(path, what) for path in WRITES for what in BREAKS]
-    + [(path, what) for path in (WRITES[3], WRITES[4]) for what in STATUSES],
+    [(path, what) for path in WRITES for what in BREAKS] + [(WRITES[3], what) for what in STATUSES],
 )
-def test_a_new_version_is_there_whole_or_not_at_all(hub, small, send, path, what):
+def test_a_new_version_is_there_whole_or_not_at_all(hub, small, known, send, path, what):
     hub.fault("POST", path, what, times=99 if what != LOST else 1)
     code, _, err = send(small)
     repo = hub.repos.get(REPO)
@@ -191,11 +192,9 @@ EXISTING = [r"/preupload/v1", r"/commit/v1", r"/commit/main"]
 
 
 @pytest.mark.parametrize(
-    "path, what",
-    [(path, what) for path in EXISTING for what in BREAKS]
-    + [(r"/commit/v1", what) for what in STATUSES],
+    "path, what", [(path, what) for path in EXISTING for what in BREAKS] + [(r"/commit/v1", 409)]
 )
-def test_a_version_that_is_out_changes_all_at_once(hub, two_commits, send, path, what):
+def test_a_version_that_is_out_changes_all_at_once(hub, two_commits, known, send, path, what):
     checkout, first, second = two_commits
     checkout.git("checkout", "-q", first)
     assert send(checkout)[0] == 0
@@ -227,7 +226,7 @@ def test_a_version_that_is_out_changes_all_at_once(hub, two_commits, send, path,
         ("POST", "/repos/create", 429, "too many requests (429)"),
     ],
 )
-def test_a_refusal_at_the_start_leaves_nothing(hub, small, send, method, path, what, says):
+def test_a_refusal_at_the_start_leaves_nothing(hub, small, known, send, method, path, what, says):
     hub.fault(method, path, what, times=99)
     code, _, err = send(small)
     assert code == 1 and says in one_line(err) and hub.repos == {}
@@ -259,13 +258,11 @@ def test_a_repository_id_that_is_none(hub, small, send, repo):
     assert code == 1 and "--repo-id must be organisation/name" in one_line(err) and hub.log == []
 
 
-@pytest.mark.parametrize(
-    "token", ["hf_s\u00e9cret", "hf_s\u20accret", "hf_se cret", "hf_se\x07cret"]
-)
-def test_a_token_that_cannot_be_sent(hub, small, send, token, tmp_path):
-    code, _, err = send(small, token=token)
-    assert code == 1 and "must be ASCII text" in one_line(err) and hub.log == []
-    assert token not in err and token[3:] not in err
+def test_a_token_that_cannot_be_sent(hub, small, send, tmp_path):
+    for token in ("hf_s\u00e9cret", "hf_s\u20accret", "hf_se cret", "hf_se\x07cret"):
+        code, _, err = send(small, token=token)
+        assert code == 1 and "must be ASCII text" in one_line(err) and hub.log == []
+        assert token not in err and token[3:] not in err
     home = tmp_path / "home"
     home.mkdir()
     (home / "token").write_bytes(b"hf_\xff")
