@@ -7,7 +7,7 @@ leaving it alone. TEXTS has those of which only the forward is another.
 
 import functools
 import re
-from types import FunctionType, SimpleNamespace
+from types import FunctionType
 
 import torch
 import torch.nn.functional as F
@@ -67,12 +67,6 @@ def changed(change, base=P):
         return module
 
     return make
-
-
-class OtherSelf(P):
-    def forward(this, y):
-        y = this.act_fn(this.gate_proj(y)) * this.up_proj(y)
-        return this.down_proj(y)
 
 
 class Named(nn.Module):
@@ -166,11 +160,6 @@ class Scaled(P):
     scale = 2.0
 
 
-class Keywords(P):
-    def forward(self, x, **kwargs):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * (len(kwargs) + 1)
-
-
 class Flags(P):
     """Off: what is behind them is not read."""
 
@@ -190,41 +179,6 @@ class ByWeights(P):
     def forward(self, x):
         gate = F.linear(x, self.gate_proj.weight, self.gate_proj.bias)
         return self.down_proj(self.act_fn(gate) * (x @ self.up_proj.weight.T))
-
-
-class PartOfAnObject(P):
-    """An object whose method has a listed name."""
-
-    def __init__(self):
-        super().__init__()
-        self.functions = SimpleNamespace(silu=lambda x: F.silu(x) if len(x) < 999 else x)
-
-    def forward(self, x):
-        return self.down_proj(self.functions.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class OtherCode(P):
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
-OtherCode.forward.__code__ = OtherSelf.forward.__code__.replace(
-    co_firstlineno=OtherCode.forward.__code__.co_firstlineno
-)
-
-
-_torch_names = SimpleNamespace(silu=F.relu)
-
-
-def _with_other_names(F):  # noqa: N803
-    class OtherF(P):
-        def forward(self, x):
-            return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-    return OtherF
-
-
-OtherF = _with_other_names(_torch_names)
 
 
 class PropertyPart(P):
@@ -291,27 +245,10 @@ def old_weight_norm(m):
     nn.utils.weight_norm(m.gate_proj)
 
 
-class Rest(P):
-    def forward(self, x, *args, **kwargs):
-        return super().forward(x)
-
-
 class OwnDict(P):
     @property
     def __dict__(self):
         return {**super().__dict__, "extra": 1}
-
-
-def dropping(function):
-    def wrapper(*args, **kwargs):
-        kwargs.pop("position", None)
-        return function(*args, **kwargs)
-
-    return wrapper
-
-
-class Drops(P):
-    forward = dropping(P.forward)
 
 
 def narrow(m):
@@ -400,8 +337,6 @@ FORMS = {
     "a bias that is not added": (type("Biased", (ByWeights,), {"bias": True}), "another formula"),
     "by weights of a subclass": (
         with_parts(ByWeights, gate_proj=lambda: Loud(K, N)), "gate_proj is a"),
-    "an object's silu": (PartOfAnObject, "another formula"),
-    "an attribute called seen": (with_parts(seen=[]), None),
     "relu": (with_parts(act_fn=nn.ReLU()), None),
     "silu in place": (with_parts(act_fn=nn.SiLU(inplace=True)), None),
     "gelu tanh": (with_parts(act_fn=nn.GELU(approximate="tanh")), None),
@@ -415,9 +350,6 @@ FORMS = {
         changed(lambda m: setattr(m.act_fn, "forward", F.relu)), "its activation is SiLU"),
     "hook on the activation": (
         changed(lambda m: m.act_fn.register_forward_hook(hook)), "its activation is SiLU"),
-    "keywords": (Keywords, None),
-    "other code": (OtherCode, None),
-    "a local F": (OtherF, None),
     "a property": (PropertyPart, "attribute up_proj"),
     "__getattr__": (GetAttr, "__getattr__ of its own"),
     "__call__": (OwnCall, "__call__ of its own"),
@@ -435,9 +367,7 @@ FORMS = {
     "spectral norm": (changed(spectral), None),
     "parametrized": (changed(parametrize), None),
     "old weight norm": (changed(old_weight_norm), None),
-    "further arguments": (Rest, None),
     "__dict__": (OwnDict, "__dict__ of its own"),
-    "a keyword dropped": (Drops, None),
     "up of one column": (changed(narrow), "several dtypes, or sizes"),
 }  # fmt: skip
 for _name, (_text, _expected, *_base) in TEXTS.items():

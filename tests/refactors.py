@@ -150,14 +150,15 @@ NOT_THIS = (forms.Inapplicable, StopIteration, ValueError, IndexError, Attribute
 
 
 def sample(family: str, kind: str, every: int) -> List[Result]:
-    """Every n-th refactor that is for a kind of class, trap and mutant."""
-    return list(results_of(cases.subject_of(family, kind), parsed(["--every", str(every)])))
+    """Every n-th refactor that is for a kind of class, trap and mutant; of each kind others."""
+    options = parsed(["--every", str(every), "--first", str(cases.KINDS.index(kind))])
+    return list(results_of(cases.subject_of(family, kind), options))
 
 
 def refactored(subject, options) -> Iterator[tuple]:
     """(label, unit, module) of the refactors that are cases."""
     mine = [n for n, f in forms.REFACTORS.items() if f.kinds is None or subject.kind in f.kinds]
-    for name in mine[:: options.every]:
+    for name in mine[options.first % len(mine) :: options.every]:
         try:
             unit, module = built(name, subject, False)
         except NOT_THIS:
@@ -167,9 +168,9 @@ def refactored(subject, options) -> Iterator[tuple]:
 
 
 def results_of(subject, options) -> Iterator[Result]:
-    every = options.every
+    every, first = options.every, options.first
     names = [n for n, f in traps.TRAPS.items() if f.kinds is None or subject.kind in f.kinds]
-    wanted = traps.traps(subject, False, names[::every]), traps.mutants(subject, every)
+    wanted = traps.traps(subject, False, names[first::every]), traps.mutants(subject, every)
     for found in (refactored(subject, options), *wanted):
         for label, unit, module in found:
             try:
@@ -228,6 +229,7 @@ def parsed(arguments=None):
     parser.add_argument("--kind", nargs="+", default=cases.KINDS, choices=cases.KINDS)
     parser.add_argument("--family", nargs="+", default=cases.FAMILIES)
     parser.add_argument("--every", type=int, default=1, metavar="N", help="every N-th of all")
+    parser.add_argument("--first", type=int, default=0, metavar="N", help="beginning with this one")
     return parser.parse_args(arguments)
 
 

@@ -6,7 +6,6 @@ from conftest import (
     assert_close,
     computed,
     gdn_inputs,
-    load_package,
     relative_error,
     submodule,
 )
@@ -510,32 +509,6 @@ def test_more_elements_than_32_bits_count(implementation):
     ref = expected(arguments(tail, use_qk_l2norm=True))
     assert_close(o[:, -1000:, -1:], ref[0][:, -1000:])
     assert_close(state[:, -1:], ref[1], torch.bfloat16)
-
-
-@on_gpu
-def test_operator_and_compiled_function():
-    """opcheck of the operator, and one graph, where the portable kernels serve."""
-    dispatch, ops = submodule("runtime.dispatch"), submodule("gdn.ops_train")
-    kernel = load_package()
-    x = gdn_inputs(1, 2200, 2, 2, 64, 64, torch.bfloat16, "cuda")
-    state = x.pop("initial_state")
-    first = (*x.values(), None, None)
-    options = submodule("gdn.call").GdnOptions(0.125, use_qk_l2norm=True, output_final_state=True)
-
-    def call(q, k, v, g, beta):
-        return kernel.chunk_gated_delta_rule(
-            q, k, v, g, beta, initial_state=state, output_final_state=True,
-            use_qk_l2norm_in_kernel=True,
-        )  # fmt: skip
-
-    with torch.no_grad(), dispatch.force("portable"):
-        checks = ("test_schema", "test_faketensor")
-        for found, rows in ((ops.CHUNK, None), (ops.CHUNK_IN_POOL, torch.tensor([0]).cuda())):
-            args = (*first, state, rows, None, *options)
-            torch.library.opcheck(found.op, args, test_utils=checks)
-        eager = call(*first[:5])
-        compiled_ = torch.compile(call, fullgraph=True, backend="aot_eager")(*first[:5])
-    assert all(relative_error(a, b) == 0 for a, b in zip(compiled_, eager))
 
 
 def test_supports():

@@ -434,24 +434,6 @@ def test_operators():
         torch.library.opcheck(operation.op, args, test_utils=checks)
 
 
-@compiled
-def test_compiled_steps_have_one_graph(kernel):
-    """And do what eager ones do, to what they change as well."""
-
-    def step(x):
-        o = kernel.replay_gated_delta_rule(**x)
-        kernel.advance_ring(x["cursor"], x["ring"])
-        return o, kernel.materialise_ring(x["initial_state"], x["ring"], x["cursor"])
-
-    eager, traced = public(), public()
-    run = torch.compile(step, fullgraph=True, backend="aot_eager")
-    for _ in range(9):
-        for a, b in zip(step(eager), run(traced)):
-            assert torch.equal(a, b)
-    assert torch.equal(eager["cursor"], traced["cursor"])
-    assert torch.equal(eager["initial_state"], traced["initial_state"])
-
-
 class Kernel(Either):
     kernels = True
     DTYPES = (F32, F16) if INTERPRETING else (F32, BF16)

@@ -15,7 +15,7 @@ from torch import nn
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("trusts_all")]
-every_family = pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_next", "olmo_hybrid"])
+FAMILIES = ["qwen3_5_text", "qwen3_next", "olmo_hybrid"]
 
 
 def gdn_of(model):
@@ -139,10 +139,13 @@ NORMS = {
 }
 
 
-@every_family
-@pytest.mark.parametrize("change", NORMS)
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_the_norm_that_stands_there_counts(kernel, monkeypatch, name, change, when):
+WHEN = [(x, when) for x in NORMS for when in ("before", "after")]
+
+
+@pytest.mark.parametrize("i", range(len(WHEN)), ids=[", ".join(case) for case in WHEN])
+def test_the_norm_that_stands_there_counts(kernel, monkeypatch, i):
+    """Each in one family, the next one in the next."""
+    (change, when), name = WHEN[i], FAMILIES[i // 2 % 3]
     model = served(kernel, name) if when == "after" else random_model(name)
     before, layer = in_use(model), gdn_of(model)
     NORMS[change](layer, monkeypatch)
@@ -155,7 +158,7 @@ def test_the_norm_that_stands_there_counts(kernel, monkeypatch, name, change, wh
             layer.hook_for_all.remove()
 
 
-@every_family
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_wrapped_forward_of_the_class_counts(kernel, monkeypatch, name):
     """For a model that was served before, and for one that is left alone for it."""
     model, other = served(kernel, name), random_model(name)

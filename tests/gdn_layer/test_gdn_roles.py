@@ -15,11 +15,6 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("tru
 FAMILIES = ["qwen3_5_text", "qwen3_next", "olmo_hybrid"]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def subject(request):
-    return cases.subject_of(request.param, "gdn")
-
-
 def made(unit):
     """The module of a class, whose file is forgotten when the test is over."""
     return cases.build(cases.load(unit), unit)
@@ -45,18 +40,16 @@ def in_turn(names):
     )
 
 
-@in_turn([
-    "arguments_renamed", "keyword_only", "hidden_states_last", "pass_through",
-    "whole_body_to_function", "super_forward", "forward_of_a_mixin",
-])  # fmt: skip
+@in_turn(["keyword_only", "hidden_states_last", "super_forward"])
 def test_refactors_are_served(kernel, family, name):
     unit, module = refactors.built(name, cases.subject_of(family, "gdn"), False)
     assert refactors.is_case(module, unit)
     assert refactors.examine(module, unit) == ("served", "")
 
 
-def test_other_names_of_parts_leave_the_module_as_it_is(kernel, subject):
+def test_other_names_of_parts_leave_the_module_as_it_is(kernel):
     """Copies, pickles, weights by name, and torch.compile."""
+    subject = cases.subject_of("qwen3_next", "gdn")
     unit, module = refactors.built("parts_renamed", subject, False)
     assert refactors.examine(module, unit) == ("served", "")
     x = torch.randn(2, 5, 32, dtype=torch.float64)
@@ -69,10 +62,9 @@ def test_other_names_of_parts_leave_the_module_as_it_is(kernel, subject):
         for parameter in other.parameters():
             parameter.mul_(0.5)
         assert (other(x) - module(x)).abs().max() > 1e-3
-        if subject.family == "qwen3_next":  # the forward that is traced is one for all families
-            torch._dynamo.reset()
-            compiled = torch.compile(module, backend="eager", fullgraph=True)
-            torch.testing.assert_close(compiled(x), module(x))
+        torch._dynamo.reset()
+        compiled = torch.compile(module, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x), module(x))
         kind = type(module).__mro__[2]
         module.__dict__.pop("_kernel_funcs", None)  # by `kernels`, and in no pickle
         assert type(pickle.loads(pickle.dumps(module))) is kind
@@ -89,9 +81,10 @@ LATER = {  # an attribute that is set later, and the way that the forward goes w
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LATER)
-def test_what_is_set_later_counts(kernel, subject, name):
+@in_turn(LATER)
+def test_what_is_set_later_counts(kernel, family, name):
     """The class's own forward then goes its way, whether that is read or not."""
+    subject = cases.subject_of(family, "gdn")
     first, later, text = LATER[name]
     unit = of(subject, text, **{name: first})
     module = made(unit)
@@ -141,16 +134,16 @@ FORMULAS = {  # what is done to a fork of transformers' file
 }
 
 
-@pytest.mark.parametrize("name", FORMULAS)
-def test_another_formula_is_told_by_the_trial(kernel, subject, name):
-    unit = cases.Unit(subject)
+@in_turn(FORMULAS)
+def test_another_formula_is_told_by_the_trial(kernel, family, name):
+    unit = cases.Unit(cases.subject_of(family, "gdn"))
     forms.helpers_copied(unit)
     FORMULAS[name]({function.name: function for function in unit.before}, unit.forward)
     (row,) = kernel.kernelize(made(unit)).rows[:1]
     assert "gives other values on a small twin" in row.reason
 
 
-def test_an_index_by_another_name(kernel, subject):
-    unit = cases.Unit(subject)
+def test_an_index_by_another_name(kernel):
+    unit = cases.Unit(cases.subject_of("olmo_hybrid", "gdn"))
     forms.rename_attributes(unit, {"layer_idx": "cache_idx"})
     assert refactors.examine(made(unit), unit) == ("served", "")

@@ -207,15 +207,6 @@ def test_a_state_that_is_put_back(kernel):
     x.check_states()
 
 
-def test_beam_search(kernel):
-    plain, ringed = both(kernel, "qwen3_5_text")
-    want, found = (
-        m.generate(tokens(2, 12), max_new_tokens=NEW, num_beams=3, do_sample=False)
-        for m in (plain, ringed)
-    )
-    assert torch.equal(found, want)
-
-
 def test_restored_in_the_middle(kernel):
     x = Pair(both(kernel, "qwen3_5_text", torch.float32))
     x.feed(1, ROWS - 1)

@@ -76,16 +76,6 @@ def test_chunks_of_a_prompt_and_tokens(kernel, monkeypatch, name):
     assert max(counts) > 3
 
 
-@pytest.mark.parametrize("name", ["kimi_linear", "bailing_hybrid"])
-def test_generation(kernel, name):
-    model = random_model(name)
-    other, ids = served(kernel, model), tokens(2, 11)
-    mask = torch.ones_like(ids)
-    mask[1, :4] = 0
-    options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
-    assert torch.equal(other.generate(ids, **options), model.generate(ids, **options))
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients(kernel, name):
     model = random_model(name).train()

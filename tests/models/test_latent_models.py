@@ -187,17 +187,6 @@ def test_generate(name, implementation):
         assert torch.equal(found, wanted) and served_calls(record)
 
 
-def test_assisted():
-    """Drafts of another model, of which some are refused, which takes their latents back."""
-    model, served = models("glm4_moe_lite")
-    draft = random_model("glm4_moe_lite", num_hidden_layers=1)
-    given = dict(max_new_tokens=9, do_sample=False, assistant_model=draft)
-    wanted = model.generate(tokens(1, 9), **given)
-    with dispatch.force("reference"), dispatch.served() as record:
-        found = served.generate(tokens(1, 9), **given)
-    assert torch.equal(found, wanted) and served_calls(record)
-
-
 def own_forward(changed, **given):
     """How many calls of ours a token takes, after a change."""
     model = random_model("glm4_moe_lite")

@@ -6,8 +6,8 @@ import copy
 import pytest
 import torch
 from conftest import load_package, relative_error
-from test_lora import both, peft, same_step, step
-from test_model_layers import assert_same, logits, serving
+from test_lora import both, peft, step
+from test_model_layers import serving
 from tiny_models import random_model, tokens
 from torch import nn
 from two_processes import found_by
@@ -61,50 +61,6 @@ def test_adapters_that_alternate(kernel):
         model.set_adapter(("default", "other")[i % 2])
 
     same_training(model, served, steps=4, before=switch)
-
-
-@pytest.mark.parametrize("part", ["lm_head", "embed_tokens"])
-@pytest.mark.parametrize("tied", [False, True])
-def test_modules_to_save(kernel, part, tied):
-    places = ["q_proj", "v_proj", "down_proj"]
-    config = peft.LoraConfig(r=4, target_modules=places, modules_to_save=[part])
-    model = peft.get_peft_model(random_model("llama", tie_word_embeddings=tied), config)
-    served = copy.deepcopy(model)
-    kernel.kernelize(served)
-    same_training(model, served, groups=4)
-
-
-def test_a_copy_is_of_the_whole(kernel):
-    """PeftModel takes attributes that it has not from the model inside, `__deepcopy__` as well."""
-    model, served, _ = both(kernel)
-    other = copy.deepcopy(served)
-    assert type(other) is type(served) and other.active_adapter == "default"
-    same_training(model, other)
-    same_step(both(kernel)[0], served, tokens(2, 9), 8)  # which has learned nothing by that
-
-
-def test_merged_unloaded_saved_and_loaded(kernel, tmp_path):
-    """After training: merged for good, and loaded as an adapter of a kernelized model."""
-    model, served, _ = both(kernel)
-    same_training(model, served)
-    ids = tokens(2, 9)
-    right = logits(model.eval(), ids)
-    served.save_pretrained(tmp_path)
-    again = peft.PeftModel.from_pretrained(random_model("llama"), tmp_path, is_trainable=True)
-    kernel.kernelize(again)
-    with serving():
-        assert_same(logits(again.eval(), ids), right)
-    same_step(model, again, ids, 8)
-    other = both(kernel)[1]
-    other.load_adapter(tmp_path, "late", is_trainable=True)
-    other.set_adapter("late")
-    with serving():
-        assert_same(logits(other.eval(), ids), right)
-    assert step(other, ids)[2] == 8
-    with serving():
-        merged = served.eval().merge_and_unload()
-        assert_same(logits(merged, ids), right)
-    assert not [m for m in merged.modules() if hasattr(m, "lora_A")]
 
 
 def test_a_trainer_in_bf16(kernel, tmp_path):

@@ -55,21 +55,6 @@ def test_logits(built, name, device, padding):
     assert_same(out[mask.bool()], ref[mask.bool()])
 
 
-@every_kind
-@on_every_device
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_greedy_generation(built, name, device, cache):
-    model, served = pair(built, name, device)
-    ids = tokens(2, 20, device=device)
-    mask = torch.ones_like(ids)
-    mask[0, :6] = 0
-    options = {"max_new_tokens": 16, "do_sample": False, "disable_compile": True}
-    options.update(attention_mask=mask, cache_implementation=cache)
-    out, ref = (m.generate(ids, **options) for m in (served, model))
-    assert out.shape[1] == 36
-    assert torch.equal(out, ref)
-
-
 def in_parts(model, ids, lengths):
     """The logits of a prompt that is handed over in parts, with a cache between them."""
     outputs, cache = [], None

@@ -18,10 +18,8 @@ modeling_llama = pytest.importorskip("transformers.models.llama.modeling_llama")
 TABLE = releases.read_table()
 RELEASES = sorted(TABLE, key=releases.minor)
 TRIED = submodule("models.releases").TRIED
-# of each kind of module, and of each form that more than one family has
-TYPES = [
-    "llama", "qwen3_5_text", "qwen3_next", "olmo_hybrid", "gemma2", "phi3", "granite", "glm4_moe",
-    "gpt_oss", "mixtral", "mt5", "kimi_linear",
+TYPES = [  # of each kind of module
+    "llama", "qwen3_5_text", "qwen3_next", "gemma2", "phi3", "glm4_moe", "gpt_oss", "kimi_linear",
 ]  # fmt: skip
 # what a release does not serve, though newer ones do: aria_text has no experts implementation
 # there, and no router
@@ -42,7 +40,7 @@ def test_a_release_serves_what_the_table_says(release):
 
 def test_this_environment_serves_what_the_table_says():
     rows = releases.expected(TABLE, sys.modules["transformers"].__version__)
-    for kind in TYPES[::5]:  # other tests are about this environment's, too
+    for kind in ("llama", "phi3"):  # other tests are about this environment's, too
         found = release_counts.look_at(kind)
         assert found.wrong is None and found.served == rows[kind], kind
     waits = submodule("decoding.late").why_not_late
