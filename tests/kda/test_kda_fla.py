@@ -2,53 +2,32 @@
 functions: their names, cases and limits, of the ratio of root mean squares of an error and of the
 result that is expected.
 
-On a GPU in their sizes; on a CPU, where plain torch computes, and under Triton's interpreter with
-fewer tokens, sequences, heads and channels. What is expected is the rule by chunks in fp64, which
-tests/kda/test_kda.py compares with the recurrence to 1e-12.
+On a GPU in their sizes; on a CPU, where plain torch computes, with fewer tokens, sequences, heads
+and channels. What is expected is the rule by chunks in fp64, which tests/kda/test_kda.py compares
+with the recurrence to 1e-12.
 """
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import load_package, submodule
-from interpreter import INTERPRETING, compiled, interpreted, test_in_the_interpreter  # noqa: F401
+from conftest import load_package
 from kda_problems import terms_of_A_log, wide
 
 kernel = load_package()
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-ON_GPU = pytest.param("cuda", marks=[pytest.mark.gpu, compiled])
-DEVICES = [pytest.param("cpu"), ON_GPU]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture(autouse=True)
-def on_kernels(monkeypatch):
-    """In the interpreter CPU tensors are taken to be on an A100, so that kernels compute."""
+def seed():
     torch.manual_seed(42)
-    if INTERPRETING:
-        device = submodule("runtime.device")
-        with device.pretending(device.Chip("NVIDIA_A100-SXM4-80GB", (8, 0), 108)):
-            yield
-    else:
-        yield
 
 
-def some(cases):
-    """All cases; one of them in the interpreter, where test_kda_kernels.py asks for the rest."""
-    return cases[:1] if INTERPRETING else cases
-
-
-def fitted(device, B=1, T=1, H=1, HV=1, D=16, tokens=70):
-    """Sizes of a case on a device: on a CPU small ones, no multiples where these are none; tokens:
-    the most in the interpreter."""
+def fitted(device, B=1, T=1, H=1, HV=1, D=16):
+    """Sizes of a case on a device: on a CPU small ones, no multiples where these are none."""
     if device == "cuda":
         return B, T, H, HV, D
-    most = (1, tokens, 1, 20) if INTERPRETING else (2, 140, 2, 20)
-    return min(B, most[0]), min(T, most[1]), min(H, most[2]), min(H, most[2]) * (HV // H), most[3]
-
-
-def dtype_on(device, dtype):
-    """The interpreter's products of bf16 are wrong."""
-    return FP16 if INTERPRETING and dtype is BF16 else dtype
+    return min(B, 2), min(T, 140), min(H, 2), min(H, 2) * (HV // H), 20
 
 
 def close(name, ref, tri, ratio):
@@ -131,9 +110,9 @@ STEPS = [  # the last: what the function makes of its inputs
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("B, T, H, HV, D, scale, normalizer, dtype, makes", some(STEPS))
+@pytest.mark.parametrize("B, T, H, HV, D, scale, normalizer, dtype, makes", STEPS)
 def test_fused_recurrent(device, B, T, H, HV, D, scale, normalizer, dtype, makes):
-    B, T, H, HV, D = fitted(device, B, T, H, HV, D, 3)
+    B, T, H, HV, D = fitted(device, B, T, H, HV, D)
     x, makes = drawn(device, B, T, H, HV, D, dtype, normalizer), makes.split()
     options, more = {"scale": scale, "in_kernel": "norms" in makes}, {}
     given, bound = dict(x), -5.0 if "safe" in makes else None
@@ -162,21 +141,21 @@ def test_fused_recurrent(device, B, T, H, HV, D, scale, normalizer, dtype, makes
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("B, H, D, scale, normalizer, in_kernel, raw, safe, dtype", some([
+@pytest.mark.parametrize("B, H, D, scale, normalizer, in_kernel, raw, safe, dtype", [
     (16, 16, 128, 0.1, 1.0, True, False, False, BF16),
     (32, 8, 64, 1.0, 1.0, False, False, False, FP16),
     (7, 32, 128, 0.5, 0.5, True, False, False, BF16),
     (16, 16, 128, 0.1, 1.0, True, True, False, BF16),
     (32, 8, 64, 1.0, 1.0, False, True, False, FP16),
     (7, 32, 128, 0.5, 0.5, True, True, True, BF16),
-]))  # fmt: skip
+])  # fmt: skip
 def test_fused_recurrent_vllm_decode(
     device, B, H, D, scale, normalizer, in_kernel, raw, safe, dtype
 ):
     """Tokens packed into one row, and states in rows of a pool: other rows hold huge values, and
     stay as they are."""
     B, _, H, _, D = fitted(device, B, 1, H, H, D)
-    x = drawn(device, 1, B, H, H, D, dtype_on(device, dtype), normalizer, raw)
+    x = drawn(device, 1, B, H, H, D, dtype, normalizer, raw)
     pool = torch.randn(3 * B, H, D, D, device=device)
     rows = torch.randperm(3 * B, device=device)[:B].int()
     other = torch.ones(3 * B, dtype=torch.bool, device=device)
@@ -238,14 +217,14 @@ def results_of_chunks(x, raw, bound, options, **more):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "B, T, H, HV, D, scale, normalizer, masked, in_kernel, raw, dtype, safe, kept, chunk_size",
-    some(CHUNKS),
+    CHUNKS,
 )
 def test_chunk(
     device, B, T, H, HV, D, scale, normalizer, masked, in_kernel, raw, dtype, safe, kept,
     chunk_size,
 ):  # fmt: skip
     B, T, H, HV, D = fitted(device, B, T, H, HV, D)
-    x = drawn(device, B, T, H, HV, D, dtype_on(device, dtype), normalizer, raw)
+    x = drawn(device, B, T, H, HV, D, dtype, normalizer, raw)
     if raw:
         x["A_log"] = torch.randn(HV, device=device)
         x["dt_bias"] = torch.randn(HV * D, device=device)
@@ -260,9 +239,9 @@ def test_chunk(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("B, T, H, D, scale", some([
+@pytest.mark.parametrize("B, T, H, D, scale", [
     (1, 63, 1, 64, 1), (2, 500, 3, 60, 1), (3, 1024, 4, 128, 0.1), (4, 2048, 8, 64, 0.1),
-]))  # fmt: skip
+])  # fmt: skip
 def test_chunk_state_v_first(device, B, T, H, D, scale):
     x = drawn(device, *fitted(device, B, T, H, H, D), FP16)
     do, dht = torch.randn_like(x["v"]), torch.randn_like(x["initial_state"])
@@ -275,11 +254,11 @@ def test_chunk_state_v_first(device, B, T, H, D, scale):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("B, T, H, D, twice, dtype", some([
+@pytest.mark.parametrize("B, T, H, D, twice, dtype", [
     (1, 8192, 96, 128, False, BF16), (1, 8192, 96, 128, True, BF16), (2, 96, 2, 64, True, FP16),
-]))  # fmt: skip
+])  # fmt: skip
 def test_chunk_use_beta_sigmoid_in_kernel(device, B, T, H, D, twice, dtype):
-    x = drawn(device, *fitted(device, B, T, H, H, D), dtype_on(device, dtype))
+    x = drawn(device, *fitted(device, B, T, H, H, D), dtype)
     raw = {**x, "beta": torch.randn_like(x["beta"])}
     post = raw["beta"].float().sigmoid()
     x["beta"] = post * (2 if twice else 1)
@@ -321,7 +300,7 @@ def packed_inputs(device, H, D, masked, lengths, raw, safe):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("H, D, masked, lengths, raw, safe, kept, chunk_size", some(PACKED))
+@pytest.mark.parametrize("H, D, masked, lengths, raw, safe, kept, chunk_size", PACKED)
 def test_chunk_varlen(device, H, D, masked, lengths, raw, safe, kept, chunk_size):
     x, cu = packed_inputs(device, H, D, masked, lengths, raw, safe)
     ref, tri = results_of_chunks(
@@ -334,9 +313,9 @@ def test_chunk_varlen(device, H, D, masked, lengths, raw, safe, kept, chunk_size
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("H, D, masked, lengths, raw, safe, kept", some([
+@pytest.mark.parametrize("H, D, masked, lengths, raw, safe, kept", [
     (4, 60, 0.1, [0, 8192], True, False, False), *[case[:-1] for case in PACKED[1:5]],
-]))  # fmt: skip
+])  # fmt: skip
 @torch.inference_mode()
 def test_chunk_varlen_prefill(device, H, D, masked, lengths, raw, safe, kept):
     x, cu = packed_inputs(device, H, D, masked, lengths, raw, safe)
@@ -350,7 +329,7 @@ def test_chunk_varlen_prefill(device, H, D, masked, lengths, raw, safe, kept):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("B, T, H, D, rate, bias, bound", some([
+@pytest.mark.parametrize("B, T, H, D, rate, bias, bound", [
     (1, 2, 2, 12, True, False, -5.0), (1, 32, 2, 16, True, False, -5.0),
     (2, 64, 4, 32, True, False, -5.0), (4, 128, 8, 64, True, False, -5.0),
     (4, 128, 8, 128, True, False, None), (1, 2, 2, 12, True, True, None),
@@ -358,7 +337,7 @@ def test_chunk_varlen_prefill(device, H, D, masked, lengths, raw, safe, kept):
     (4, 128, 8, 64, True, True, None), (4, 128, 8, 128, True, True, None),
     (1, 2, 2, 12, False, False, -5.0), (2, 64, 4, 32, False, False, -5.0),
     (4, 128, 8, 64, False, True, -5.0), (4, 128, 8, 128, False, True, -5.0),
-]))  # fmt: skip
+])  # fmt: skip
 def test_gate(device, B, T, H, D, rate, bias, bound):
     """There is no function for the gate alone, so it is compared through the rule: raw gates in
     fp32 beside gates of plain torch in fp64, whose gradient torch computes."""
@@ -386,11 +365,3 @@ def test_gate(device, B, T, H, D, rate, bias, bound):
         if name in ref:
             # fp32 sums over all tokens: on an H200 up to 1.7e-4 of the terms of A_log
             assert (tri[name] - ref[name]).norm() < 5e-4 * size, name
-
-
-@interpreted
-def test_kernels_compute_in_the_interpreter():
-    x = drawn("cpu", *fitted("cpu", 1, 70, 1, 2, 16), FP16)
-    with submodule("runtime.dispatch").served() as record:
-        results(kernel.chunk_kda, x, torch.ones_like(x["v"]), torch.ones_like(x["initial_state"]))
-    assert record == {"kda_chunk_fwd": ["portable"], "kda_chunk_bwd": ["portable"]}
