@@ -1,22 +1,14 @@
-"""Tiny random models of every type that transformers knows, before and after kernelize.
-
-    python tests/sweep_models.py                  # all: about three minutes on two cores
-    python tests/sweep_models.py --only llama mt5
-    python tests/sweep_models.py --sample 12      # types taken evenly from the list
+"""Tiny random models of every type that transformers knows, before and after kernelize:
+tests/model_table.py --run tries them all.
 
 A model is made from its type's default configuration with small sizes. With the package's reference
 standing in for a kernel (no kernel serves a CPU), its logits, greedy tokens, the gradients of its
 parameters and every served MLP by itself are compared with the model's before, and after `restore`
-its logits are the same bits. A row for each type is printed; the exit status is 1 if one is wrong
-or crashes. Types that cannot be made, or called with random tokens or pixels, are counted.
+its logits are the same bits.
 """
 
-import argparse
 import copy
-import multiprocessing
 import signal
-import sys
-import time
 import warnings
 from typing import Iterator, NamedTuple
 
@@ -164,9 +156,6 @@ OF_TYPE = {
 }  # fmt: skip
 
 
-LAYERS = {"RMSNorm", "Attention", "DecoderLayer"}
-
-
 class Result(NamedTuple):
     kind: str
     state: str  # ok, WRONG, CRASH, not made
@@ -174,7 +163,6 @@ class Result(NamedTuple):
     left: int = 0
     compared: str = ""
     note: str = ""
-    whole: bool = False  # it has RMS norms, and they, attention and layers are all served
     rows: tuple = ()  # of the report: (kind of module, why it is left alone or None)
 
 
@@ -433,11 +421,9 @@ def compare(kind: str, kinds=None) -> Result:
                 raise Wrong("restore gives other logits")
     reasons = sorted({f"{row.kind}: {row.reason}" for row in report.left})
     compared = ", ".join(done + ["restore"])
-    served, left = ({row.layer for row in rows} & LAYERS for rows in (report.served, report.left))
-    whole = "RMSNorm" in served and not left
     counts = len(rows) - len(report.left), len(report.left)
     rows = tuple((submodule("models.report").kind_of(row), row.reason) for row in rows)
-    return Result(kind, "ok", *counts, compared, "; ".join(reasons), whole, rows)
+    return Result(kind, "ok", *counts, compared, "; ".join(reasons), rows)
 
 
 def look_at(kind: str, look=compare) -> Result:
@@ -462,45 +448,3 @@ def look_at(kind: str, look=compare) -> Result:
         return Result(kind, state, note=_short(error))
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-def chosen(options) -> list:
-    kinds = types()
-    if options.only:
-        return options.only
-    if options.sample:
-        return kinds[:: max(len(kinds) // options.sample, 1)][: options.sample]
-    return kinds
-
-
-def sweep(kinds: list, processes: int = 2) -> Iterator[Result]:
-    if len(kinds) == 1 or processes == 1:
-        yield from map(look_at, kinds)
-        return
-    with multiprocessing.get_context("spawn").Pool(processes, load_package) as pool:
-        yield from pool.imap(look_at, kinds)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", nargs="+", metavar="TYPE", help="these types")
-    parser.add_argument("--sample", type=int, metavar="N", help="N types of all")
-    parser.add_argument("--processes", type=int, default=2)
-    options = parser.parse_args()
-    start, counts, bad, whole = time.time(), {}, [], 0
-    for result in sweep(chosen(options), options.processes):
-        counts[result.state] = counts.get(result.state, 0) + 1
-        whole += result.whole
-        bad += [result] if result.state in ("WRONG", "CRASH") else []
-        line = f"{result.kind:32} {result.state:9}{result.served:3} served{result.left:3} left"
-        print(f"{line}  {result.compared}  {result.note[:150]}".rstrip(), flush=True)
-    total = ", ".join(f"{n} {state}" for state, n in sorted(counts.items()))
-    print(f"{total}; {time.time() - start:.0f} s")
-    print(f"{whole} types have all their RMS norms, attention modules and decoder layers served")
-    for result in bad:
-        print(f"{result.kind}: {result.state}: {result.note}")
-    return 1 if bad else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
