@@ -67,11 +67,9 @@ def test_as_the_engine(name):
 def compared(change, names=()) -> bool:
     """names: those in the code of a forward."""
 
-    def run(ours: bool) -> tuple:
-        x = torch.linspace(-1, 1, 5, dtype=torch.float64, requires_grad=True)
-        return [x], [x.sin().sum() if ours else change(x).sum()]
-
-    return gradients.same_gradients(SimpleNamespace(names={*names}), run)
+    x = torch.linspace(-1, 1, 5, dtype=torch.float64)
+    facts = SimpleNamespace(names={*names})
+    return gradients.same_gradients(facts, [x], lambda x: [x.sin()], lambda x: [change(x)])
 
 
 def hooked(x):

@@ -22,7 +22,7 @@ from ..layers.plain import told
 from .attention_learning import CASES, FIRST, PARTIAL, WITHOUT, Case, Learning, Run
 from .code import Refused
 from .facts import Facts, read
-from .handed import Cache, Interface, Store, asked_by_this_thread, put, readable
+from .handed import Cache, Interface, Store, asked_by_this_thread, readable
 from .norm_trial import norm_in
 from .serving import own_class
 from .stand_ins import (
@@ -38,7 +38,7 @@ from .stand_ins import (
     random,
     twin_of,
 )
-from .trial import alike, called, form_key, sizes_of, toggles, why_odd_module
+from .trial import alike, called, form_key, refuse_odd_module, sizes_of, toggles
 
 # names that make a module one to look at
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -130,6 +130,10 @@ def _norm_key(norm: nn.Module, form: NormForm) -> tuple:
 def _find(kind_of_trial, module, kind, facts, values, norms) -> tuple:
     """The form, or the reason against it, and the attributes on whose values that does not
     depend."""
+    try:
+        refuse_odd_module(module, kind, facts, (*values, *module._modules, "training"))
+    except Refused as why:
+        return str(why), frozenset()
     paths = [p for p in facts.reads if readable(module, p) and type(values.get(p)) is not bool]
     reasons = []
     # in both modes, or where the forward reads its mode in evaluation alone
@@ -142,13 +146,9 @@ def _find(kind_of_trial, module, kind, facts, values, norms) -> tuple:
         trial.trains = trains
         try:
             with quiet(), asked_by_this_thread(trial):
-                form = trial.form(values)
+                return trial.form(values), trial.handed
         except Refused as why:
             reasons.append((str(why), trial.handed))
-            continue
-        names = (*_without(values, trial.handed), *module._modules, "training")
-        reason = why_odd_module(module, kind, facts, names)
-        return (form if reason is None else reason), trial.handed
     return reasons[0]
 
 
@@ -185,11 +185,8 @@ class AttentionTrial(Learning):
     def __init__(self, module, kind, facts, norms, handed: frozenset):
         super().__init__(module, kind, facts)
         self.handed = handed  # attributes that nothing has read yet
-        # their values, where to read them from the configuration passes many functions
-        probe = twin_of(module, kind)
-        probe.__dict__.update(self.watched)
-        put(probe, {p: found_at(module, p) for p in handed if "." in p})
-        self.values = {n: probe.__dict__[n] for n in {p.split(".")[0] for p in handed if "." in p}}
+        # their values: to read them from the configuration passes many functions
+        self.values = {p: found_at(module, p) for p in handed if "." in p}
         self.parts = {}
         for i, (name, part) in enumerate(module._modules.items()):
             self.parts[name] = Unknown(name)
@@ -218,11 +215,9 @@ class AttentionTrial(Learning):
     def called(self, case: Case, values=None, absent=frozenset()) -> Run:
         """One run of the class's forward, with attributes `values` by their paths."""
         dtype = case.dtype
-        twin = twin_of(self.module, self.kind, self.parts, {n: p.to(dtype) for n, p in self.own})
-        twin.__dict__["training"] = case.training
-        twin.__dict__.update({**self.watched, **self.values})
-        if values:
-            put(twin, values)
+        own = {n: p.to(dtype) for n, p in self.own}
+        attributes = self.attributes({**self.values, **(values or {}), "training": case.training})
+        twin = twin_of(self.module, self.kind, self.parts, own, **attributes)
         before, self.log = [self.input(case), *self.tables_of(case)], []
         made, log = list(map(torch.clone, before)), self.log
         x, tables = made[0], made[1] if self.complex else tuple(made[1:]) or None
@@ -299,7 +294,7 @@ class AttentionTrial(Learning):
         cases = [case._replace(training=self.trains and case.training) for case in CASES]
         yield from cases
         sizes = [size for part in self.parts.values() for size in getattr(part, "sizes", ())]
-        tokens = {*sizes_of(self.module, self.facts, max(sizes))} - {case.T for case in cases}
+        tokens = {*sizes_of(self.facts, max(sizes))} - {case.T for case in cases}
         for case, T in zip(itertools.cycle(cases), sorted(tokens)):
             yield case._replace(B=1, T=T, tables=0, dtype=F64 if T > 66 else case.dtype)
 

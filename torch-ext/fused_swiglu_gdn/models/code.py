@@ -2,7 +2,7 @@
 
 import inspect
 from types import FunctionType, GetSetDescriptorType
-from typing import Dict, Iterable, NamedTuple, Optional, Tuple
+from typing import Dict, Iterable, NamedTuple, Tuple
 
 from torch import nn
 
@@ -53,16 +53,15 @@ def members_of(kind: type) -> dict:
     return found
 
 
-def why_odd_class(kind: type, names: Iterable[str], *more: str) -> Optional[str]:
-    """The class has some of MACHINERY, or `more` of it, of its own, or attributes that would hide
-    those of a module by these names."""
+def refuse_odd_class(kind: type, names: Iterable[str], *more: str) -> None:
+    """Raises Refused if the class has some of MACHINERY, or `more` of it, of its own, or attributes
+    that would hide those of a module by these names."""
     members, usual = members_of(kind), members_of(nn.Module)
     for name in (*more, *MACHINERY):
         found = members.get(name)
         of_python = name == "__dict__" and isinstance(found, GetSetDescriptorType)  # of a mixin
         if found is not usual.get(name) and not of_python:
-            return f"its class has a {name} of its own"
+            raise Refused(f"its class has a {name} of its own")
     for name in names:
         if members.get(name) is not None:
-            return f"its class has an attribute {name}"
-    return None
+            raise Refused(f"its class has an attribute {name}")

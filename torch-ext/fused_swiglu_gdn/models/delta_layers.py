@@ -10,7 +10,7 @@ from ..gdn_layer.checks import MAX_TAPS
 from ..layers.own_code import peeled
 from ..layers.pinned import found_at
 from ..layers.plain import why_not_tensor
-from .code import Refused, why_odd_class
+from .code import Refused, refuse_odd_class
 from .facts import Facts
 
 
@@ -39,9 +39,7 @@ def refuse_reads(module: nn.Module, kind: type, facts: Facts, *more: str) -> Non
         name = path.split(".")[0]
         if name not in known and (found_at(module, path) is not None or not hasattr(module, name)):
             raise Refused(f"its forward reads {path}")
-    reason = why_odd_class(kind, [*module._modules, *module._parameters], *more)
-    if reason is not None:
-        raise Refused(reason)
+    refuse_odd_class(kind, [*module._modules, *module._parameters], *more)
 
 
 def why_not_plain(name: str, conv: nn.Module, vectors: Dict[str, torch.Tensor]) -> Optional[str]:

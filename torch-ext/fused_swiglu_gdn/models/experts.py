@@ -35,7 +35,6 @@ from .fp8_experts import (
 from .mlp import NAMED
 from .report import Row
 from .serving import BEFORE, is_of_transformers, say_once, why_not_on
-from .stand_ins import quiet
 from .trial import while_unchanged
 from .trust import code_of, is_named
 
@@ -169,10 +168,9 @@ def _find(kind: type) -> Tuple[Union[Form, str], Tuple[Pinned, ...]]:
         gate = code_of(kind, "_apply_gate", named)
         forms = list(_forms_of(gate.walk))
     pins = (forward.pins,) if gate is None else (forward.pins, gate.pins)
-    with quiet():
-        for form in forms:
-            if computes(kind, loop, form, flags):
-                return form, pins
+    for form in forms:
+        if computes(kind, loop, form, flags):
+            return form, pins
     return reason, pins
 
 

@@ -8,6 +8,7 @@ import torch
 from ..experts import reference
 from ..experts.call import ALPHA, Experts, ExpertsOptions
 from .code import Refused
+from .stand_ins import same
 
 
 class Form(NamedTuple):
@@ -89,11 +90,7 @@ def _agrees(
     added = biases if flags["has_bias"] else (None, None)
     options = ExpertsOptions(activation, limit, interleaved=form.interleaved)
     expected = reference.experts_fwd(Experts(x, w_gate_up, w_down, ids, weights, *added, options))
-    return _is_close(found, expected) and _is_close(gated, z)
-
-
-def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        return False
-    limit = TOLERANCES[found.dtype] * expected.double().abs().max()
-    return bool((found.double() - expected.double()).abs().max() <= limit)
+    return all(
+        type(x) is torch.Tensor and same(x, y, TOLERANCES[y.dtype])
+        for x, y in ((found, expected), (gated, z))
+    )

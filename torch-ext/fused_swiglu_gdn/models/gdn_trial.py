@@ -11,8 +11,8 @@ from torch import nn
 from .. import layers
 from ..runtime.device import pretending
 from .delta_trial import EPS, DeltaTrial, Found, Packing
-from .handed import put
-from .stand_ins import Part, quiet, random, twin_of
+from .handed import attributes_of
+from .stand_ins import Part, random, twin_of
 
 
 class Roles(NamedTuple):
@@ -79,16 +79,15 @@ class _Trial(DeltaTrial):
     def twin(self, dtype, training: bool, index: int) -> nn.Module:
         parts = self.parts(dtype)
         own = {n: parts.pop(n) for n in self.module._parameters if n in parts}
-        twin = twin_of(self.module, self.copies.kind, parts, own)
-        twin.training = training
-        sizes = {n: v for n, v in self.values(self.roles).items() if n in twin.__dict__}
-        put(twin, {**sizes, self.roles.index: index})
-        return twin
+        sizes = {n: v for n, v in self.values(self.roles).items() if n in self.module.__dict__}
+        values = {**sizes, self.roles.index: index, "training": training}
+        attributes = attributes_of(self.module, (), values, set())
+        return twin_of(self.module, self.copies.kind, parts, own, **attributes)
 
     def ours(self, roles: Roles, dtype, index: int):
         parts = self.parts(dtype)
-        view = _View({n: parts[mine] for n, mine in roles.names})
-        view.__dict__.update(self.values(roles), layer_idx=index)
+        own = {name: parts[mine] for name, mine in roles.names}
+        view = SimpleNamespace(**{**own, **self.values(roles), "layer_idx": index})
         forward = getattr(layers, roles.layer).forward
         return lambda x, cache=None, mask=None, **more: forward(view, x, cache, mask, **more)
 
@@ -103,17 +102,10 @@ def width_of(counts: tuple, sizes: tuple) -> int:
     return sum(count * size for count, size in zip(counts, sizes))
 
 
-class _View:
-    """Has the attributes that a layer of ours reads, and nothing else."""
-
-    def __init__(self, attributes: dict):
-        self.__dict__.update(attributes)
-
-
 def found_by(module: nn.Module, kind: type, facts, candidates) -> Found:
     """Returns the role of each part and argument; raises Refused."""
     first = next(candidates)
-    with quiet(), pretending(None):
+    with pretending(None):
         trial = _Trial(module, kind, facts, first)
         trial.find_roles()
         return trial.found(trial.same_as(itertools.chain([first], candidates)))

@@ -4,7 +4,7 @@ and probe modules whose attributes are stubs."""
 import contextlib
 import sys
 import threading
-from typing import Dict, List
+from typing import Dict
 
 import torch
 from torch import nn
@@ -111,42 +111,31 @@ def asked_by_this_thread(trial):
                 attributes["get_interface"] = kept
 
 
-class View:
-    """An object with another value at one path."""
-
-    def __init__(self, owner: object, path: List[str], value: object):
-        self.__dict__["view"] = owner, path, value
-
-    def __getattr__(self, name: str):
-        owner, path, value = self.__dict__["view"]
-        if name != path[0]:
-            return getattr(owner, name)
-        return value if len(path) == 1 else View(getattr(owner, name), path[1:], value)
-
-
 class Watched:
-    """An object that notes the paths of the attributes that it is asked for."""
+    """An object with other values at some paths, which notes all others that it is asked for."""
 
-    def __init__(self, owner: object, path: str, seen: set):
-        self.__dict__["watched"] = owner, path, seen
+    def __init__(self, owner: object, path: str, seen: set, values: Dict[str, object]):
+        self.__dict__["watched"] = owner, path, seen, values
 
     def __getattr__(self, name: str):
-        owner, path, seen = self.__dict__["watched"]
-        seen.add(f"{path}.{name}")
+        owner, path, seen, values = self.__dict__["watched"]
+        path = f"{path}.{name}"
+        if path in values:
+            return values[path]
+        seen.add(path)
         found = getattr(owner, name)
         plain = isinstance(found, (dict, list, tuple, set, torch.Tensor)) or callable(found)
-        return (
-            found
-            if plain or not hasattr(found, "__dict__")
-            else Watched(found, f"{path}.{name}", seen)
-        )
+        if plain or not hasattr(found, "__dict__"):
+            return found
+        return Watched(found, path, seen, values)
 
 
-def put(twin: nn.Module, values: Dict[str, object]) -> None:
-    """Sets attributes of a probe module, by their paths."""
-    for path, value in values.items():
-        name, *rest = path.split(".")
-        twin.__dict__[name] = View(getattr(twin, name), rest, value) if rest else value
+def attributes_of(module: nn.Module, paths, values: Dict[str, object], seen: set) -> dict:
+    """Attributes of a probe module: these values by their paths; objects on the way to the paths
+    note in `seen` what else they are asked for."""
+    roots = {path.split(".")[0] for path in (*paths, *values) if "." in path}
+    made = {name: Watched(module.__dict__[name], name, seen, values) for name in roots}
+    return {**made, **{path: value for path, value in values.items() if "." not in path}}
 
 
 def readable(module: nn.Module, path: str) -> bool:

@@ -6,7 +6,7 @@ gated norm and the other parts get.
 
 import itertools
 from types import SimpleNamespace
-from typing import Callable, Dict, Iterator, List, NamedTuple, Tuple
+from typing import Callable, Dict, Iterator, NamedTuple, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +18,9 @@ from ..runtime.device import pretending
 from .code import Refused
 from .delta_trial import EPS, VALUES, Copies, DeltaTrial, Found, Packing, ReadsNoValues
 from .facts import Facts
-from .handed import put
+from .handed import attributes_of
 from .kda_flows import Flows
-from .stand_ins import Part, quiet, random, twin_of
+from .stand_ins import Part, random, twin_of
 
 # gates on both sides of what they bend at, and one whose exponential fp32 has not
 BIASES = (-30.0, 100.0, 0.5, 25.0, -1.0, 2.0, 14.0, -8.0)
@@ -89,25 +89,20 @@ class _Norm:
         return y
 
 
-def smaller(real: tuple) -> List[Dict[int, int]]:
-    """Two choices of small sizes for heads, their dim, hidden and taps, of which the same are
-    equal; of the layer's own sizes where there is no such choice."""
-
-    def related(H: int, K: int, hidden: int, taps: int) -> tuple:
-        return H, K, hidden, taps, 1, H * K, 2 * H * K, 3 * H * K
-
-    def pattern(sizes: tuple) -> list:
-        return [sizes.index(size) for size in sizes]
-
-    known, first = related(*real), None
-    for H, K, hidden in itertools.product(range(1, 9), range(1, 9), range(5, 40)):
-        sizes = related(H, K, hidden, real[3])
-        if H * K >= 6 and pattern(sizes) == pattern(known):
-            if first is None:
-                first = sizes
-            elif first[0] != H and first[1] != K:
-                return [dict(zip(known, sizes)) for sizes in (first, sizes)]
-    return 2 * [{} if first is None else dict(zip(known, first))]
+def smaller(layout: Layout) -> Dict[int, int]:
+    """Small sizes in place of a layer's own, where those that are equal stay so; none if that is
+    not possible. Taps stay as many."""
+    sizes, HK = {1: 1, layout.taps: layout.taps}, layout.channels
+    heads, dim = sizes.setdefault(layout.heads, 3), sizes.setdefault(layout.head_dim, 7)
+    for n in (1, 2, 3):
+        if sizes.setdefault(n * HK, n * heads * dim) != n * heads * dim:
+            return {}
+    sizes.setdefault(layout.hidden, 17)
+    free = (n for n in itertools.count(5) if n not in sizes.values())
+    for _, width in layout.linears.values():
+        if width not in sizes:
+            sizes[width] = next(free)
+    return sizes
 
 
 class _Trial(DeltaTrial):
@@ -127,17 +122,7 @@ class _Trial(DeltaTrial):
         more = {each.path: Copies(each.kind, each.facts, self.PACKING) for each in inner[1:]}
         self.copied = {"": self.copies, **more}
         self.index, self.bound, self.norms = index, BOUNDS[0], []
-        real = layout.heads, layout.head_dim, layout.hidden, layout.taps
-        self.scales = [self.with_ranks(sizes) for sizes in smaller(real)]
-        self.sizes = self.scales[0]
-
-    def with_ranks(self, sizes: Dict[int, int]) -> Dict[int, int]:
-        """Small sizes, also of other widths."""
-        found = dict(sizes)
-        free = (n for n in itertools.count(5) if n not in found.values())
-        for width in [out for _, out in self.layout.linears.values() if sizes]:
-            found[width] = found[width] if width in found else next(free)
-        return found
+        self.sizes = smaller(layout)
 
     def small(self, size: int) -> int:
         return self.sizes.get(size, size)
@@ -206,11 +191,10 @@ class _Trial(DeltaTrial):
         for name in each.module._parameters:
             if each.below(name) in stubs:
                 own[name] = stubs[each.below(name)]
-        twin = twin_of(each.module, self.copied[path].kind, parts, own)
-        twin.training = training
-        mine = {p: v for p, v in attributes.items() if self.owner_of(p) == path}
-        put(twin, {p[len(path) + 1 if path else 0 :]: value for p, value in mine.items()})
-        return twin
+        start = len(path) + 1 if path else 0
+        mine = {p[start:]: v for p, v in attributes.items() if self.owner_of(p) == path}
+        mine = attributes_of(each.module, (), {**mine, "training": training}, set())
+        return twin_of(each.module, self.copied[path].kind, parts, own, **mine)
 
     def ours(self, roles: Roles, dtype, index: int) -> Callable:
         twin = self.twin(dtype, False, index)
@@ -269,13 +253,13 @@ class _Trial(DeltaTrial):
     def confirmed(self, roles: Roles) -> bool:
         if any(len(answers) < 2 for answers in self.mode.answers.values()):
             raise Refused("its forward compares with a number that no gate is near")
-        self.sizes, self.bound = self.scales[1], BOUNDS[1]
-        return self.agree(roles, (torch.float32, True, 1), {}, whole=True)
+        self.sizes, self.bound = {}, BOUNDS[1]  # with the module's own sizes
+        return self.agree(roles, (torch.float32, True, 1), {})
 
 
 def found_by(layout: Layout, inner: Tuple[Inner, ...], index: str) -> Found:
     """Returns the role of each part and argument; raises Refused. index: the path of its own."""
-    with quiet(), pretending(None):
+    with pretending(None):
         trial = _Trial(layout, inner, index)
         trial.find_roles()
         return trial.found(trial.same_as(trial.candidates()))

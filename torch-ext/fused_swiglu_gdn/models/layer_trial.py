@@ -18,27 +18,16 @@ from .facts import read
 from .gated_delta_net import is_gated_delta_net
 from .norm_trial import norm_in
 from .serving import own_class
-from .stand_ins import (
-    F64,
-    FREE,
-    SIZES,
-    Block,
-    is_identity,
-    mixed,
-    quiet,
-    random,
-    same,
-    twin_of,
-)
+from .stand_ins import F64, FREE, SIZES, Block, is_identity, random, same, twin_of
 from .trial import (
     Trial,
     alike,
     called,
     form_key,
+    inputs_of,
     modes_of,
     refuse_odd_module,
     remembered,
-    sizes_of,
     toggles,
 )
 
@@ -93,17 +82,16 @@ def _find(module, kind, facts, values, norms, plain) -> LayerForm:
         raise Refused("it has parameters of its own")
     refuse_odd_module(module, kind, facts, (*values, *module._modules))
     reasons = []
-    with quiet():
-        for outputs in OUTPUTS:
-            try:
-                form = _Trial(module, kind, facts, norms, plain, outputs).form(values)
-            except Refused as why:
-                reasons.append(str(why))
-                continue
-            order = form.order
-            if order.pre_mlp is None and (form.scale or not (order.post_mixer and order.post_mlp)):
-                raise Refused("no sum is before or after a norm")
-            return form
+    for outputs in OUTPUTS:
+        try:
+            form = _Trial(module, kind, facts, norms, plain, outputs).form(values)
+        except Refused as why:
+            reasons.append(str(why))
+            continue
+        order = form.order
+        if order.pre_mlp is None and (form.scale or not (order.post_mixer and order.post_mlp)):
+            raise Refused("no sum is before or after a norm")
+        return form
     raise Refused(min(reasons, key=lambda reason: "raises" in reason))
 
 
@@ -155,20 +143,14 @@ class _Trial(Trial):
         return form._replace(pinned=self.facts.pinned, guards=tuple(self.guards(values).items()))
 
     def further(self) -> Iterator[dict]:
-        """The arguments of further runs: each size, dtype and kind of values with other arguments
-        left out."""
-        sizes, modes = sizes_of(self.module, self.facts), modes_of(self.module, self.facts)
-        every = [*toggles(self.others())] + [frozenset()] * len(sizes) * len(modes)
-        for i, absent in enumerate(every):
-            T = sizes[i % len(sizes)]
-            B, dtype = (1, F64) if T > 66 else ((2, 1, 9)[i % 3], DTYPES[i % len(DTYPES)])
-            if i % 4 == 1:
-                x = random(B, T, 4, seed=3).abs().mul(1 - i % 8).to(dtype)
-            else:
-                x = mixed(B, T, 4, seed=2, dtype=dtype)
+        """The arguments of further runs: each input and mode, with other arguments left out."""
+        inputs = list(inputs_of(self.facts, DTYPES, 4, (3,)))
+        ways = list(itertools.product(modes_of(self.module, self.facts), inputs))
+        every = [*toggles(self.others()), *[frozenset()] * len(ways)]
+        for i, (absent, (training, x)) in enumerate(zip(every, itertools.cycle(ways))):
             yield {
                 "absent": absent, "x": x, "words": (1, 0, 3)[i % 3], "by_position": i % 5 == 0,
-                "training": modes[i // len(sizes) % len(modes)],
+                "training": training,
             }  # fmt: skip
 
     def begin(self, flat: Optional[str] = None) -> list:
@@ -180,16 +162,14 @@ class _Trial(Trial):
 
     def run(
         self, flat: Optional[str] = None, absent=frozenset(), x: Optional[torch.Tensor] = None,
-        words: int = 1, by_position: bool = False, training: Optional[bool] = None,
+        words: int = 1, by_position: bool = False, **attributes: bool,
     ) -> Run:  # fmt: skip
         """One run of the class's forward, where some arguments are left at their defaults."""
         before = random(5, 4, 16, seed=1) if x is None else x
         log, x = self.begin(flat), before.clone()
-        given = self.given({self.hidden: x}, absent)
-        twin, rest = twin_of(self.module, self.kind, self.parts), self.unknown_words(words)
-        twin.__dict__.update(self.watched, _buffers=self.buffers)
-        if training is not None:
-            twin.__dict__["training"] = training
+        given, rest = self.given({self.hidden: x}, absent), self.unknown_words(words)
+        twin = twin_of(self.module, self.kind, self.parts, **self.attributes(attributes))
+        twin.__dict__["_buffers"] = self.buffers
         out = called(self.facts, twin, given, rest, by_position)
         if not torch.equal(x, before):
             raise Refused("its forward writes to its input")
@@ -197,7 +177,7 @@ class _Trial(Trial):
 
     def call(self, name: str, run: Run) -> Call:
         """Returns where a part's arguments come from."""
-        place, after, words = next(entry[3:] for entry in run.log if entry[0] == name)
+        place, after, words = next(entry[2:] for entry in run.log if entry[0] == name)
         try:
             flat = same(self.run(flat=name).out, run.out)
         except Refused:
@@ -221,15 +201,7 @@ class _Trial(Trial):
         """Our layer gives its parts what the class's forward has given them, and gives the same."""
         log = self.begin()
         out = ours.served(run.twin, run.x, run.given, run.rest)
-        return same(out, run.out) and len(log) == len(run.log) and all(map(_alike, log, run.log))
-
-
-def _alike(mine: tuple, theirs: tuple) -> bool:
-    """Two calls of a part are the same; norms have no name for what they are given."""
-    (name, x, _, place, after, words), (other, y, _, where, rest, more) = mine, theirs
-    right = name == other and same(x, y) and (place == where or not (rest or more))
-    right = right and len(after) == len(rest) and words.keys() == more.keys()
-    return right and alike([*after, words], [*rest, more])
+        return alike((log, out), (run.log, run.out))
 
 
 def _orders(log: list, norms: set) -> Iterator[Order]:

@@ -20,27 +20,21 @@ from ..layers.activations import activation_of
 from ..layers.plain import told, why_not_linear, why_patched
 from ..layers.swiglu import DROPOUTS, Form, Roles
 from ..swiglu.reference import ACTIVATIONS
-from .code import Refused, why_odd_class
+from .code import Refused
 from .facts import BY_DTYPE, Facts, read
 from .gradients import same_gradients
 from .serving import own_class
-from .stand_ins import (
-    Raises,
-    features,
-    has_form_of,
-    mixed,
-    quiet,
-    random,
-    result_of,
-    twin_of,
-)
+from .stand_ins import features, random, result_of, twin_of
 from .trial import (
+    ANOTHER,
     MOST_NUMBERS,
     form_key,
+    inputs_of,
     modes_of,
     only_argument,
+    refuse_odd_module,
     remembered,
-    sizes_of,
+    why_another,
 )
 
 # the parts by which a module that is left alone is known to be a gated MLP: the report names it
@@ -115,12 +109,9 @@ def _sort(part: nn.Module) -> str:
 
 def _find(module: nn.Module, kind: type, facts: Facts) -> Tuple[str, Roles]:
     """The argument's name and the roles of the parts; raises Refused if they are uncertain."""
-    reason = why_patched()
-    names = (*facts.parts, *facts.rates, "training")
-    reason = reason or why_odd_class(kind, names, "__call__")
-    reason = reason or _why_no_modules(module, facts)
-    if reason is not None:
-        raise Refused(reason)
+    if why_patched() is not None:
+        raise Refused(why_patched())
+    refuse_odd_module(module, kind, facts, (*facts.parts, *facts.rates, "training"), "__call__")
     argument, reasons = only_argument(facts), []
     for roles in _candidates(module, facts):
         reason = _why_another_formula(module, kind, facts, roles)
@@ -129,16 +120,6 @@ def _find(module: nn.Module, kind: type, facts: Facts) -> Tuple[str, Roles]:
         reasons.append(reason)
     told = [reason for reason in reasons if reason != ANOTHER]
     raise Refused(told[-1] if told else ANOTHER)
-
-
-def _why_no_modules(module: nn.Module, facts: Facts) -> Optional[str]:
-    for name in facts.parts:
-        if name in module.__dict__ and features(module._modules.get(name)):
-            return f"{name} is no module of its own"
-    return None
-
-
-ANOTHER = "its forward is another formula"
 
 
 def _candidates(module: nn.Module, facts: Facts) -> Iterator[Roles]:
@@ -185,97 +166,77 @@ def _same(input: torch.Tensor) -> torch.Tensor:
 def _why_another_formula(module, kind, facts: Facts, roles: Roles) -> Optional[str]:
     """Reason if the class's forward differs from the formula in some dtype, size, mode or kind of
     values, or None."""
-    direct, modes = _read_directly(module, facts), modes_of(module, facts)
-    if BY_DTYPE in facts.names:
-        runs = list(itertools.product(DTYPES, CASES))
-    else:  # each dtype and size, with another one each time
-        runs = [
-            (dtype, CASES[(d + i) % len(CASES)]) for i in (0, 2) for d, dtype in enumerate(DTYPES)
-        ]
-    for i, n in enumerate(sizes_of(module, facts)):
-        dtypes = (torch.float64, *DTYPES[1:])[: 1 if n > 66 else None]
-        for size in ((n,), (1, n)):
-            runs.append((dtypes[i % len(dtypes)], (size, 6, 4, (None, "+", "-")[i % 3])))
-    runs += [(torch.float64, ((n, 2), 4, 4, None)) for n in (9, 300)]
-    if facts.named:
-        K, N = features(module._modules[roles.gate])
-        N = N if roles.up is not None else N // 2
-        for n in sizes_of(module, facts, max(K, N)) if K * N <= MOST_NUMBERS else ():
-            runs += [(torch.float64, (size, K, N, None)) for size in ((n,), (1, n))]
-    with quiet():
-        for learns in (False, True):
-            with torch.set_grad_enabled(learns):
-                for dtype, case in runs[learns::2]:
-                    reason = _why_not(module, kind, facts, roles, direct, dtype, case, modes)
-                    if reason is not None:
-                        return reason
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):  # results have its dtype
-            twin, x, expected = _problem(module, kind, roles, direct, torch.float32, CASES[0])
-            reason = _why_not_equal(facts.forward, twin, x, expected)
-            if reason is not None:
-                return reason
-
-    def run(ours: bool) -> tuple:
-        twin, x, _ = _problem(module, kind, roles, direct, torch.float64, ((7,), 6, 4, None))
-        twin.__dict__["training"] = True
-        x.requires_grad_()
-        y = _formula(twin, roles, x) if ours else result_of(facts.forward, twin, x)
-        return [x], [y.sin().sum()]
-
-    return None if same_gradients(facts, run) else "its gradients are those of another formula"
-
-
-def _why_not(module, kind, facts, roles, direct, dtype, case, modes) -> Optional[str]:
-    """The same of one dtype and size; direct: parts whose weights the forward reads; modes: of
-    training."""
-    twin, x, expected = _problem(module, kind, roles, direct, dtype, case)
-    if not torch.isfinite(expected).all():
-        return None  # two orders of sums may differ there
-    modes = list(itertools.product(modes, (0.0, 0.5)[: 1 + bool(roles.rates)]))
-    for training, rate in modes:
-        if training and rate:
-            continue  # it drops values out, and is called
-        twin.__dict__.update(dict.fromkeys(roles.rates, rate))
-        twin.__dict__["training"] = training
-        reason = _why_not_equal(facts.forward, twin, x, expected)
+    runs = list(_inputs(module, facts, roles))
+    for learns in (False, True):
+        with torch.set_grad_enabled(learns):
+            for x, N in runs[learns::2]:
+                reason = _why_not(module, kind, facts, roles, x, N)
+                if reason is not None:
+                    return reason
+    x = runs[0][0].float()
+    twin = _twin(module, kind, facts, roles, x, 4)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):  # results have its dtype
+        reason = why_another(facts.forward, twin, x, _formula(twin, roles, x), ROUNDINGS)
         if reason is not None:
             return reason
+    x = random(7, 6, seed=20)
+    twin = _twin(module, kind, facts, roles, x, 4, training=True)
+    given = (lambda x: [_formula(twin, roles, x)], lambda x: [result_of(facts.forward, twin, x)])
+    same = same_gradients(facts, [x], *given)
+    return None if same else "its gradients are those of another formula"
+
+
+def _inputs(module, facts: Facts, roles: Roles) -> Iterator[Tuple[torch.Tensor, int]]:
+    """Inputs, each with the hidden width of the MLP that gets it: of each dtype and size, with
+    another one each time unless the code asks for the dtype."""
+    for (d, dtype), (i, case) in itertools.product(enumerate(DTYPES), enumerate(CASES)):
+        if BY_DTYPE in facts.names or (d + i) % 2 == 0:
+            shape, K, N, scale = case
+            yield (random(*shape, K, seed=20) * scale).to(dtype), N
+    for x in inputs_of(facts, DTYPES, 6, (2, 3)):
+        yield x, 4
+    K, N = features(module._modules[roles.gate]) or (0, 0)
+    if facts.named and 0 < K * N <= MOST_NUMBERS:  # of its own widths, too
+        for x in inputs_of(facts, DTYPES[:1], K, (2, 3)):
+            yield x, N if roles.up is not None else N // 2
+
+
+def _why_not(module, kind, facts, roles: Roles, x: torch.Tensor, N: int) -> Optional[str]:
+    """The same of one input, in each mode."""
+    twin = _twin(module, kind, facts, roles, x, N)
+    expected = _formula(twin, roles, x)
+    if not torch.isfinite(expected).all():
+        return None  # two orders of sums may differ there
+    rates = (0.0, 0.5) if roles.rates else (0.0,)
+    for training, rate in itertools.product(modes_of(module, facts), rates):
+        if training and rate:
+            continue  # it drops values out, and is called
+        twin.__dict__.update(dict.fromkeys(roles.rates, rate), training=training)
+        reason = why_another(facts.forward, twin, x, expected, ROUNDINGS)
+        if reason is not None:
+            # sizes that do not fit: the parts are other ones
+            return ANOTHER if "raises RuntimeError" in reason else reason
     return None
 
 
-def _problem(module, kind, roles, direct, dtype, case) -> tuple:
-    """A probe module, its input, and the formula's output."""
-    sizes, K, N, scale = case
-    joined = roles.up is None
-    halves, products = (roles.gate, roles.gate if joined else roles.up), []
+def _twin(module, kind, facts, roles: Roles, x: torch.Tensor, N: int, **more) -> nn.Module:
+    """A probe module of this hidden width for an input."""
+    K, direct, products = x.shape[-1], _read_directly(module, facts), []
+    halves = (roles.gate, roles.gate if roles.up is None else roles.up)
     for seed, (name, n, k) in enumerate(zip((*halves, roles.down), (N, N, K), (K, K, N))):
-        weight = (random(n, k, seed=seed) * k**-0.5).to(dtype)
+        weight = (random(n, k, seed=seed) * k**-0.5).to(x.dtype)
         biased = name not in direct or module._modules[name].bias is not None
-        bias = random(n, seed=10 + seed).to(dtype) if biased else None
-        products.append(_product(weight, bias))
+        products.append(_product(weight, random(n, seed=10 + seed).to(x.dtype) if biased else None))
     gate, up, down = products
     parts = {roles.down: down, **dict.fromkeys(roles.dropouts, _same)}
-    if joined:
-        first, second = (gate, up) if roles.gate_first else (up, gate)
-        bias = None if gate.bias is None else torch.cat([first.bias, second.bias])
-        parts[roles.gate] = _product(torch.cat([first.weight, second.weight]), bias)
+    if roles.up is None:
+        both = (gate, up) if roles.gate_first else (up, gate)
+        bias = None if gate.bias is None else torch.cat([part.bias for part in both])
+        parts[roles.gate] = _product(torch.cat([part.weight for part in both]), bias)
     else:
         parts.update({roles.gate: gate, roles.up: up})
-    twin = twin_of(module, kind, parts)
-    if roles.act is not None:
-        twin.__dict__[roles.act] = MARK
-    twin.__dict__.update(dict.fromkeys(roles.rates, 0.0))
-    if scale is None:
-        x = mixed(*sizes, K, seed=20, dtype=dtype)
-    elif scale in SIGNS:
-        size = SIGNS[scale] / (1e3 if dtype is torch.float16 else 1)
-        x = random(*sizes, K, seed=20).abs().mul(size).to(dtype)
-    else:
-        x = (random(*sizes, K, seed=20) * scale).to(dtype)
-    return twin, x, _formula(twin, roles, x)
-
-
-SIGNS = {"+": 1e3, "-": -1e3}
+    more.update({} if roles.act is None else {roles.act: MARK})
+    return twin_of(module, kind, parts, **dict.fromkeys(roles.rates, 0.0), **more)
 
 
 def _formula(twin: nn.Module, roles: Roles, x: torch.Tensor) -> torch.Tensor:
@@ -287,20 +248,6 @@ def _formula(twin: nn.Module, roles: Roles, x: torch.Tensor) -> torch.Tensor:
     else:
         g, u = parts[roles.gate](x), parts[roles.up](x)
     return parts[roles.down](act(g) * u)
-
-
-def _why_not_equal(forward, twin, x: torch.Tensor, expected: torch.Tensor) -> Optional[str]:
-    """Reason if a forward gives anything else, on stubs, or None."""
-    try:
-        got = result_of(forward, twin, x)
-    except Raises as why:  # sizes that do not fit: the parts are other ones
-        return ANOTHER if isinstance(why.error, RuntimeError) else str(why)
-    except Refused as why:
-        return str(why)
-    if not has_form_of(got, expected.dtype, expected.shape):
-        return ANOTHER
-    limit = ROUNDINGS * torch.finfo(expected.dtype).eps * expected.abs().max().item()
-    return None if torch.allclose(got, expected, rtol=0.0, atol=limit) else ANOTHER
 
 
 def _why_not_parts(module: nn.Module, roles: Roles) -> Optional[str]:

@@ -33,9 +33,17 @@ from .code import Refused
 from .facts import Facts, read
 from .router_trial import DTYPES, Choice, find_choice, shapes_of, weight_among
 from .serving import own_class, why_not_on
-from .stand_ins import features, has_form_of, mixed, quiet, random, result_of, twin_of
-from .trial import form_key, modes_of, only_argument, refuse_odd_module, remembered
-from .trial import sizes_of as tokens_of
+from .stand_ins import F64, features, random, twin_of
+from .trial import (
+    ANOTHER,
+    form_key,
+    inputs_of,
+    modes_of,
+    only_argument,
+    refuse_odd_module,
+    remembered,
+    why_another,
+)
 
 
 class Parts(NamedTuple):
@@ -234,11 +242,8 @@ def _why_not_block(block: nn.Module, parts: Parts) -> Optional[str]:
 
 # -- the equivalence check of blocks
 
-# leading sizes of x, its dtype, and the roundings that two ways to the same numbers are apart
-CASES = (
-    ((1, 1), torch.float64, 8), ((2, 3), torch.float64, 8), ((3, 1), torch.float32, 8),
-    ((2, 5), torch.bfloat16, 4), ((4, 2), torch.float16, 4),
-)  # fmt: skip
+# the roundings that two ways to the same numbers are apart
+ROUNDINGS = {F64: 8, torch.float32: 8, torch.bfloat16: 4, torch.float16: 4}
 
 
 def gates_among(module: nn.Module) -> List[str]:
@@ -264,34 +269,21 @@ def find_parts(module: nn.Module, kind: type, facts: Facts, values: dict) -> Par
                 parts = Parts(gate, *order)
                 if _computes(module, kind, facts, parts):
                     return parts
-    raise Refused("its forward is another formula")
+    raise Refused(ANOTHER)
 
 
 def _computes(module: nn.Module, kind: type, facts: Facts, parts: Parts) -> bool:
     H = features(module._modules[parts.gate])[0]
-    modes = modes_of(module, facts)
-    cases = [*CASES, ((9, 2), torch.float64, 8), ((2, 65), torch.float64, 8)]
-    cases += [((1, n), torch.float64, 8) for n in tokens_of(module, facts, H)]
-    with quiet():
-        for i, ((sizes, dtype, roundings), training) in enumerate(itertools.product(cases, modes)):
-            x, w_gate = mixed(*sizes, H, seed=1, dtype=dtype), random(1, H).to(dtype)
-            x = -x if i % 2 else x  # a forward may ask for the sign of an element
-            log: list = []
-            stubs = _stubs(parts, H, dtype, log)
-            expected, mine = with_shared(stubs, parts, x, w_gate, reference.shared_fwd), sorted(log)
-            log.clear()
-            stubs[parts.gate] = lambda x: F.linear(x, w_gate)  # noqa: B023
-            twin = twin_of(module, kind, stubs)
-            twin.__dict__["training"] = training
-            try:
-                found = result_of(facts.forward, twin, x)
-            except Refused:
-                return False
-            limit = roundings * torch.finfo(dtype).eps * expected.abs().max()
-            if sorted(log) != mine or not has_form_of(found, dtype, x.shape):
-                return False
-            if not (found - expected).abs().max() <= limit:
-                return False
+    inputs = inputs_of(facts, tuple(ROUNDINGS), H, (3,))
+    for x, training in itertools.product(inputs, modes_of(module, facts)):
+        log, w_gate = [], random(1, H).to(x.dtype)
+        stubs = _stubs(parts, H, x.dtype, log)
+        expected, mine = with_shared(stubs, parts, x, w_gate, reference.shared_fwd), sorted(log)
+        log.clear()
+        stubs[parts.gate] = functools.partial(F.linear, weight=w_gate)
+        twin = twin_of(module, kind, stubs, training=training)
+        if why_another(facts.forward, twin, x, expected, ROUNDINGS[x.dtype]) or sorted(log) != mine:
+            return False
     return True
 
 

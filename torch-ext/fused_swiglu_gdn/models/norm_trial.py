@@ -3,7 +3,7 @@
 The variants differ in their roundings alone, so the check compares bits in bf16 and fp16.
 """
 
-from typing import Dict, Optional, Union
+from typing import Dict, Iterator, Optional, Union
 
 import torch
 from torch import nn
@@ -15,26 +15,22 @@ from .code import Refused
 from .facts import read
 from .gradients import same_gradients
 from .serving import is_served, own_class
-from .stand_ins import (
-    has_form_of,
-    mixed,
-    quiet,
-    random,
-    result_of,
-    twin_of,
-)
+from .stand_ins import mixed, random, result_of, twin_of
 from .trial import (
+    ANOTHER,
     form_key,
+    inputs_of,
     modes_of,
     only_argument,
     refuse_odd_module,
     remembered,
-    sizes_of,
+    why_another,
 )
 
 D = 48
 VARIANTS = (("llama", 0.0), ("gemma", 0.0), ("gemma", 1.0))
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+ROUNDINGS = {FP32: 16, BF16: 0, FP16: 0}
 # leading sizes, dtypes of x and weight, the size of the values, and eps: with small ones it counts
 CASES = (
     ((3,), FP32, FP32, 1.0, 0.3), ((5,), FP32, FP32, 1e-4, 1e-6),
@@ -106,54 +102,41 @@ def _find(module, kind, facts, weight, values, eps) -> NormForm:
         if _computes(module, kind, facts, weight, eps, variant):
             known = kind, facts.pinned, guards, argument
             return NormForm(*known, weight, eps, *variant)
-    raise Refused("its forward is another formula")
+    raise Refused(ANOTHER)
 
 
 def _computes(module, kind, facts, weight: Optional[str], eps_name: str, variant: tuple) -> bool:
     """True if the forward gives this variant's bits in bf16 and fp16, and its numbers in fp32."""
 
-    def agrees(x, weight_dtype, eps: float, training: bool) -> bool:
-        w = None if weight is None else random(x.shape[-1], seed=3).mul(0.3).to(weight_dtype)
-        twin = twin_of(module, kind, parameters={} if w is None else {weight: w.clone()})
-        twin.__dict__.update({eps_name: eps, "training": training})
-        got = result_of(facts.forward, twin, x)
-        y = reference.rms_norm_fwd(x, w, None, eps, *variant, False)[0]
-        if not has_form_of(got, y.dtype, y.shape):
-            return False
-        limit = 2e-6 * max(y.abs().max().item(), x.abs().max().item())
-        close = x.dtype is FP32 and torch.allclose(got, y, rtol=2e-6, atol=limit)
-        return close or torch.equal(got, y)
+    def ours(x: torch.Tensor, w: Optional[torch.Tensor] = None, eps: float = 0.3) -> tuple:
+        return reference.rms_norm_fwd(x, w, None, eps, *variant, False)[:1]
 
-    modes = modes_of(module, facts)
-    with quiet():
-        for shape, dtype, weight_dtype, scale, eps in CASES:
-            x = (random(*shape, D, seed=5) * scale).to(dtype)
-            if not all([agrees(x, weight_dtype, eps, mode) for mode in modes]):
-                return False
-        sizes = [(n, D) for n in sizes_of(module, facts)] + [(9, 2, D), (1, 2, 1, 3, D)]
-        if facts.named and weight is not None:  # with its own width, too
-            (own,) = told(module._parameters[weight], "shape")
-            for n in sizes_of(module, facts, own):
-                sizes += [(n, own), (1, n, own)]
-        for i, size in enumerate(sizes):
-            dtype = (BF16, FP16, FP32)[i % 3]
-            x = mixed(*size, seed=5, dtype=dtype)
-            if not all([agrees(x, dtype, 1e-6, mode) for mode in modes]):
-                return False
-        for x in (random(2, 7, D, seed=6).abs(), -random(2, 7, D, seed=6).abs(), 0 * random(3, D)):
-            if not all([agrees(x.to(BF16), BF16, 1e-6, mode) for mode in modes]):
-                return False
-    w = None if weight is None else random(D, seed=3).float()
+    def twin(w: Optional[torch.Tensor], eps: float, training: bool) -> nn.Module:
+        own = {} if w is None else {weight: w}
+        return twin_of(module, kind, None, own, **{eps_name: eps, "training": training})
 
-    def run(ours: bool) -> tuple:
-        x = mixed(7, D, seed=5, dtype=FP32).div(1e2).requires_grad_()
-        own = None if w is None else w.clone().requires_grad_()
-        twin = twin_of(module, kind, parameters={} if own is None else {weight: own})
-        twin.__dict__.update({eps_name: 0.3, "training": True})
-        if ours:
-            y = reference.rms_norm_fwd(x, own, None, 0.3, *variant, False)[0]
-        else:
-            y = result_of(facts.forward, twin, x)
-        return [x] if own is None else [x, own], [y.sin().sum()]
+    def theirs(x: torch.Tensor, w: Optional[torch.Tensor] = None) -> tuple:
+        return (result_of(facts.forward, twin(w, 0.3, True), x),)
 
-    return same_gradients(facts, run)
+    for x, dtype, eps in _inputs(module, facts, weight):
+        w = None if weight is None else random(x.shape[-1], seed=3).mul(0.3).to(dtype)
+        (expected,) = ours(x, w, eps)
+        for training in modes_of(module, facts):
+            probe = twin(w, eps, training)
+            if why_another(facts.forward, probe, x, expected, ROUNDINGS[x.dtype]):
+                return False
+    given = [mixed(7, D, seed=5, dtype=FP32).div(1e2)]
+    given += [] if weight is None else [random(D, seed=3).float()]
+    return same_gradients(facts, given, ours, theirs)
+
+
+def _inputs(module, facts, weight: Optional[str]) -> Iterator[tuple]:
+    """Returns inputs, the dtype of the weight, and eps."""
+    for shape, dtype, weight_dtype, scale, eps in CASES:
+        yield (random(*shape, D, seed=5) * scale).to(dtype), weight_dtype, eps
+    widths = [D]
+    if facts.named and weight is not None:  # with its own width, too
+        widths += told(module._parameters[weight], "shape")
+    for width in widths:
+        for x in inputs_of(facts, (FP32, BF16, FP16), width, (2, 3, 4)):
+            yield x, x.dtype, 1e-6

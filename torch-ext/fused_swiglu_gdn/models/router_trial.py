@@ -22,8 +22,8 @@ from ..runtime.dtypes import HALF
 from .code import Refused
 from .facts import CHOOSE, Facts
 from .gradients import same_gradients
-from .stand_ins import Raises, quiet, random, twin_of
-from .trial import modes_of, sizes_of, why_odd_module
+from .stand_ins import random, run, twin_of
+from .trial import modes_of, refuse_odd_module, sizes_of
 
 F32 = torch.float32
 DTYPES = (torch.bfloat16, torch.float16, F32)
@@ -109,21 +109,18 @@ def shapes_of(module: nn.Module) -> tuple:
 def find_choice(module: nn.Module, kind: type, facts: Facts, values: dict) -> Choice:
     """The computation of a router; raises Refused."""
     weight, shapes = weight_among(module), dict(shapes_of(module))
-    reason = why_odd_module(module, kind, facts, shapes, "__call__")
-    if reason is None and (not facts.names & CHOOSE or shapes[weight][0] > MOST):
-        reason = f"it does not choose among at most {MOST} experts"  # a head of a vocabulary
-    if reason is not None:
-        raise Refused(reason)
+    refuse_odd_module(module, kind, facts, shapes, "__call__")
+    if not facts.names & CHOOSE or shapes[weight][0] > MOST:  # a head of a vocabulary
+        raise Refused(f"it does not choose among at most {MOST} experts")
     experts = shapes[weight][:1]
     vectors = [n for n, shape in shapes.items() if shape == experts and n in facts.reads]
     roles = [pair for pair in itertools.product((*vectors, None), repeat=2)
              if len({*pair}) == 2 or not vectors]  # fmt: skip
-    scales = [1.0, *(v for v in values.values() if type(v) in (int, float) and v > 0)]
-    scales = tuple(dict.fromkeys(float(s) for v in scales for s in (v, 1.0 / v)))
+    numbers = [v for v in values.values() if type(v) in (int, float) and v > 0]
+    scales = tuple(dict.fromkeys([1.0, *(float(s) for v in numbers for s in (v, 1.0 / v))]))
     counts = [v for n, v in values.items() if "group" in n and type(v) is int and v > 0]
-    groups = _groupings(counts, shapes[weight][0])
-    with quiet():
-        weights, reasons = _weights(*shapes[weight]), []
+    groups, weights = _groupings(counts, shapes[weight][0]), _weights(*shapes[weight])
+    reasons = []
     for pair in roles:
         for dims in ((2, 3), (2,), (3,)):
             names = weight, tuple(shapes[weight]), *pair
@@ -148,50 +145,36 @@ def _groupings(counts: list, E: int) -> tuple:
 
 def _tried(module, kind, facts: Facts, named: tuple, weights: dict, dims, more) -> Choice:
     """The choice, for given roles of bias and added in `named`; raises Refused."""
-    found, rows = None, 0
-    modes, sizes = modes_of(module, facts), sizes_of(module, facts, named[1][1])
-    every = ((*given, mode) for given in _inputs(named, weights, dims, sizes) for mode in modes)
-    with quiet():
-        for x, names, tensors, training in every:
-            twin = twin_of(module, kind, parameters=names)
-            twin.__dict__["training"] = training
-            out, order = _outputs(facts.forward, twin, x, named[1][0])
-            if found is None:
-                found = _candidates(x, out, named, (dims, order), *more)
-            found = [c for c in found if c.order == order]
-            products = {c[:6]: c for c in found}.items()
-            right = {key for key, c in products if _is_product(x, tensors, out[0], c)}
-            counts = {c: _rows_alike(out, tensors[1], c, x) for c in found if c[:6] in right}
-            found = [c for c, count in counts.items() if count is not None]
-            if not found:
-                raise Refused(ANOTHER_CHOICE if right else ANOTHER_PRODUCT)
-            rows += max(map(counts.get, found))
+    found, rows, experts = None, 0, named[1][0]
+    inputs = _inputs(named, weights, dims, sizes_of(facts, named[1][1]))
+    for (x, names, tensors), training in itertools.product(inputs, modes_of(module, facts)):
+        twin = twin_of(module, kind, parameters=names, training=training)
+        out, order = _outputs(facts.forward, twin, x, experts)
+        if found is None:
+            found = _candidates(x, out, named, (dims, order), *more)
+        found = [c for c in found if c.order == order]
+        products = {c[:6]: c for c in found}.items()
+        right = {key for key, c in products if _is_product(x, tensors, out[0], c)}
+        counts = {c: _rows_alike(out, tensors[1], c, x) for c in found if c[:6] in right}
+        found = [c for c, count in counts.items() if count is not None]
+        if not found:
+            raise Refused(ANOTHER_CHOICE if right else ANOTHER_PRODUCT)
+        rows += max(map(counts.get, found))
     if rows < LEAST_ROWS:
         raise Refused("its choice is uncertain")
-    if not _learns(module, kind, facts, named, weights, found[0]):
+    x, names, tensors = next(c for c in _inputs(named, weights, dims[:1], []) if c[0].dtype == F32)
+    twin, options = twin_of(module, kind, None, names, training=True), found[0].options
+
+    def ours(x: torch.Tensor) -> tuple:
+        logits = found[0].logits(x, tensors)
+        return logits, reference.topk_fwd(logits, tensors[1], options._replace(dtype=F32))[0]
+
+    def theirs(x: torch.Tensor) -> tuple:
+        return _outputs(facts.forward, twin, x, experts)[0][:2]
+
+    if not same_gradients(facts, [x], ours, theirs):
         raise Refused(ANOTHER_GRADIENT)
     return found[0]
-
-
-def _learns(module, kind, facts: Facts, named: tuple, weights: dict, choice: Choice) -> bool:
-    """True if the gradients of the logits and weights are those of the formula."""
-    x, names, tensors = next(
-        case for case in _inputs(named, weights, choice.dims[:1], [5]) if case[0].dtype == F32
-    )
-    options = choice.options._replace(dtype=F32)
-
-    def run(ours: bool) -> tuple:
-        leaf = x.clone().requires_grad_()
-        if ours:
-            logits = choice.logits(leaf, tensors)
-            w, _ = reference.topk_fwd(logits, tensors[1], options)
-        else:
-            twin = twin_of(module, kind, parameters=names)
-            twin.__dict__["training"] = True
-            (logits, w, *_), _ = _outputs(facts.forward, twin, leaf, named[1][0])
-        return [leaf], [logits.sin().sum(), (w * w.detach()).sum()]
-
-    return same_gradients(facts, run)
 
 
 def _weights(E: int, H: int) -> dict:
@@ -244,29 +227,21 @@ def _outputs(forward, twin: nn.Module, x: torch.Tensor, experts: int) -> tuple:
     """The Outputs of a forward, and their order; raises Refused."""
     given = (x, *twin._parameters.values())
     before = [tensor._version for tensor in given]
-    try:
-        with Unsorted() as unsorted:
-            out = forward(twin, x)
-    except Exception as error:
-        raise Raises(error) from None
+    with Unsorted() as unsorted:
+        out = run(forward, twin, x)
     if type(out) is not tuple or [*map(type, out)] != [torch.Tensor] * 3:
         raise Refused(ANOTHER_RESULT)
     if [tensor._version for tensor in given] != before:
         raise Refused("its forward writes to what it is given")
-    T, chosen = x.numel() // x.shape[-1], [t.dtype == torch.int64 for t in out]
-    if sum(chosen) != 1:
+    T, at = x.numel() // x.shape[-1], [i for i, t in enumerate(out) if t.dtype == torch.int64]
+    wide = [i for i, t in enumerate(out) if t.shape == (T, experts) and i not in at]
+    if len(at) != 1 or not wide:
         raise Refused(ANOTHER_RESULT)
-    at = chosen.index(True)
-    first, second = (i for i in range(3) if i != at)
-    if out[first].shape != (T, experts):
-        first, second = second, first
-    places = first, second, at
-    logits, weights, ids = (out[i] for i in places)
-    if logits.shape != (T, experts) or ids.shape != weights.shape:
+    places = wide[0], 3 - wide[0] - at[0], at[0]
+    logits, weights, ids = map(out.__getitem__, places)
+    if ids.shape != weights.shape or ids.ndim != 2 or len(ids) != T:
         raise Refused(ANOTHER_RESULT)
-    if ids.ndim != 2 or len(ids) != T or not 0 < ids.shape[1] <= experts:
-        raise Refused(ANOTHER_RESULT)
-    if not 0 <= int(ids.min()) <= int(ids.max()) < experts:
+    if not 0 < ids.shape[1] <= experts or not 0 <= int(ids.min()) <= int(ids.max()) < experts:
         raise Refused(ANOTHER_RESULT)
     found = Outputs(logits, weights, ids, any([torch.equal(ids, i) for i in unsorted.ids]))
     return found, tuple(map(places.index, range(3)))

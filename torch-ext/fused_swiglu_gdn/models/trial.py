@@ -1,23 +1,24 @@
-"""Equivalence checks: what identifies a form, and runs of a forward on stubs, from which the roles
-of its arguments follow."""
+"""Equivalence checks: what identifies a form, what a forward has to be tried with, and runs of it
+on stubs, from which the roles of its arguments follow."""
 
 import itertools
-from typing import Callable, Dict, FrozenSet, Iterable, Optional, Set, Tuple
+from typing import Callable, Dict, FrozenSet, Iterable, Iterator, List, Optional, Set, Tuple
 
 import torch
 from torch import nn
 
 from ..layers.forward import Arguments, Word
 from ..layers.pinned import PLAIN_VALUES, Frozen
-from .code import Refused, members_of, why_odd_class
+from .code import Refused, members_of, refuse_odd_class
 from .facts import Facts
-from .handed import Watched
+from .handed import attributes_of
 from .opaque import Opaque, Opaques, Read, name_of
-from .stand_ins import Raises, refuse_changes, same
+from .stand_ins import VALUES, numbers, quiet, result_of, run, same
 
 LONG, MOST_TOKENS, MOST_NUMBERS = 4100, 8192, 1 << 18  # of an input
 MORE_TOKENS = (3, 4, 8, 9, 16, 17, 32, 64, 128, 256, 512, 1000, 1024, 2049, 8192)  # of other code
 WORD = "a_word_that_nobody_knows"  # a keyword that a forward can only hand on
+ANOTHER = "its forward is another formula"
 
 
 def only_argument(facts: Facts) -> str:
@@ -29,7 +30,10 @@ def only_argument(facts: Facts) -> str:
     return needed[0]
 
 
-def sizes_of(module: nn.Module, facts: Facts, width: int = 1) -> list:
+# ------------------------------------------------------------------ what is tried
+
+
+def sizes_of(facts: Facts, width: int = 1) -> List[int]:
     """Numbers of tokens of this width to try: usual ones, and those at and above each whole number
     that is read, as far as memory allows."""
     values = [v for v in facts.values.values() if type(v) is int]
@@ -38,9 +42,39 @@ def sizes_of(module: nn.Module, facts: Facts, width: int = 1) -> list:
     return sorted([n for n in usual | near if n < 10 or n * width <= MOST_NUMBERS])
 
 
+def inputs_of(
+    facts: Facts, dtypes: tuple, width: int, ranks: Tuple[int, ...]
+) -> Iterator[torch.Tensor]:
+    """Inputs of this width, of all sizes, each with another rank, dtype and kind of values; long
+    ones have the first dtype. Other people's code gets every size with every rank."""
+    sizes = [(1, n) for n in sizes_of(facts, width)] + [(9, 2), (2, 3)]
+    for i, (B, T) in enumerate(sizes):
+        for rank in ranks if facts.named else (ranks[i % len(ranks)],):
+            shape = {2: (B * T,), 3: (B, T), 4: (B, T, 1)}[rank]
+            dtype = dtypes[0 if T > 66 else i % len(dtypes)]
+            values = VALUES[i % len(VALUES)]
+            yield numbers(*shape, width, values=values, seed=5, dtype=dtype)
+
+
 def modes_of(module: nn.Module, facts: Facts) -> tuple:
     """Training and evaluation, where the code names them, or drops values out in one of them."""
     return (False, True) if {"training", "dropout"} & facts.names else (module.training,)
+
+
+def why_another(
+    forward: Callable, twin: nn.Module, x: torch.Tensor, expected: torch.Tensor, roundings: int
+) -> Optional[str]:
+    """Why a forward on stubs does not give a formula's numbers but for so many roundings of the
+    largest, or None."""
+    try:
+        found = result_of(forward, twin, x)
+    except Refused as why:
+        return str(why)
+    limit = roundings * torch.finfo(expected.dtype).eps
+    return None if type(found) is torch.Tensor and same(found, expected, limit) else ANOTHER
+
+
+# ------------------------------------------------------------------ what is remembered
 
 
 def form_key(module: nn.Module, kind: type, facts: Facts, values: dict) -> tuple:
@@ -55,7 +89,8 @@ def remembered(forms: dict, key: tuple, find: Callable, *given: object) -> objec
     """forms[key], which is find(*given) or the reason why that raises Refused, which is raised."""
     if key not in forms:
         try:
-            forms[key] = find(*given)
+            with quiet():
+                forms[key] = find(*given)
         except Refused as why:
             forms[key] = str(why)
     if isinstance(forms[key], str):
@@ -69,34 +104,26 @@ def while_unchanged(forms: dict, kind: type, functions: tuple, find: Callable) -
     known = forms.get(kind)
     if known is None or known[0] != functions or not all([pin.unchanged() for pin in known[2]]):
         try:
-            found = find(kind)
+            with quiet():
+                found = find(kind)
         except Refused as why:
             found = str(why), why.pins
         known = forms[kind] = (functions, *found)
     return known[1]
 
 
-def refuse_odd_module(*given: object) -> None:
-    """Raises Refused with the reason of why_odd_module."""
-    reason = why_odd_module(*given)
-    if reason is not None:
-        raise Refused(reason)
-
-
-def why_odd_module(module: nn.Module, kind: type, facts: Facts, names, *more) -> Optional[str]:
-    """The class is odd, or the forward calls what is no part."""
+def refuse_odd_module(module: nn.Module, kind: type, facts: Facts, names, *more: str) -> None:
+    """Raises Refused if the class is odd, or the forward calls what is no part."""
     own = {*module._modules, *module._parameters, *module._buffers, "training"}
-    members, kept = members_of(kind), []
-    for name in names:
-        if name in own or not isinstance(members.get(name), PLAIN_VALUES):
-            kept.append(name)
-    reason = why_odd_class(kind, kept, *more)
-    if reason is not None:
-        return reason
+    members = members_of(kind)
+    known = [n for n in names if n in own or not isinstance(members.get(n), PLAIN_VALUES)]
+    refuse_odd_class(kind, known, *more)
     for name in facts.parts:
         if name in module.__dict__ and name in module._modules:
-            return f"{name} is no module of its own"
-    return None
+            raise Refused(f"{name} is no module of its own")
+
+
+# ------------------------------------------------------------------ runs
 
 
 class Trial:
@@ -116,10 +143,10 @@ class Trial:
         self.fixed: Set[str] = set()  # arguments that are left at their defaults
         self.opaque, self.log = Opaques(), []
         self.seen: Set[str] = set()  # paths of what the forward asks its configuration for
-        self.watched = {
-            name: Watched(module.__dict__[name], name, self.seen)
-            for name in {path.split(".")[0] for path in facts.reads if "." in path}
-        }
+
+    def attributes(self, values: Dict[str, object]) -> dict:
+        """Attributes of a probe module, which has these values by their paths."""
+        return attributes_of(self.module, self.facts.reads, values, self.seen)
 
     def guards(self, values: dict) -> dict:
         """Values by their paths that the forward may have read."""
@@ -243,15 +270,8 @@ def called(
     names = known.positional_only
     if by_position:
         names = tuple(itertools.takewhile(words.__contains__, known.positional))
-    args, before = list(map(words.pop, names)), dict(twin.__dict__)
-    try:
-        found = (forward or facts.forward)(twin, *args, **words, **rest)
-    except Refused:
-        raise
-    except Exception as error:
-        raise Raises(error) from None
-    refuse_changes(twin, before)
-    return found
+    args = list(map(words.pop, names))
+    return run(forward or facts.forward, twin, *args, **words, **rest)
 
 
 def toggles(names: Tuple[str, ...]) -> Iterable[frozenset]:
