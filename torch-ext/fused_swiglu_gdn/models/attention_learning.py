@@ -64,6 +64,17 @@ class Run(NamedTuple):
 HEADS = tuple(itertools.starmap(Heads, itertools.product(GATES, NORMS, (*ROTARY, None))))
 
 
+class Calls(NamedTuple):
+    """The sources of what the registry, the attention function and the cache get in a run."""
+
+    implementation: Word
+    words: Tuple[Word, ...]  # keywords of the attention function
+    index: Optional[Word]  # of the cache's layer
+    updates: Tuple[Word, ...]  # what the cache gets besides, by position
+    updates_with: Tuple[Word, ...]  # and by keyword
+    stored: Optional[Word]  # the key under which keys and values are stored, or found
+
+
 class Plan(NamedTuple):
     """The parts of a forward's computation that are the same in every run."""
 
@@ -91,11 +102,12 @@ class Learning(Trial):
 
     def first_runs(self) -> Tuple[Run, Run]:
         """A run without and one in training."""
-        run = self.called(FIRST, values=self.marks())
+        marks = {path: self.opaque[f"self.{path}"] for path in self.handed}
+        run = self.called(FIRST, values=marks)
         self.D = run.interface.calls[0][1].shape[-1]
         if self.tables is not None and run.tables[0].shape[-1] != (self.R or self.D):
-            run = self.called(FIRST, values=self.marks())  # with tables as wide as the heads
-        return run, self.called(TRAINING, values=self.marks()) if self.trains else run
+            run = self.called(FIRST, values=marks)  # with tables as wide as the heads
+        return run, self.called(TRAINING, values=marks) if self.trains else run
 
     def learn(self, what: Read) -> None:
         """Also of an attribute that was assumed to be passed on."""
@@ -138,10 +150,6 @@ class Learning(Trial):
             for positions in dict.fromkeys((None, self.positions)):
                 yield AttentionForm(self.kind, FREE, (), *self.fields(plan, positions))
 
-    def agrees(self, form: NamedTuple, case: Case, run: Optional[Run] = None) -> bool:
-        """Ours with this form does what a run of a case has done."""
-        raise NotImplementedError
-
     def fitting(self, run: Run, training: Run) -> NamedTuple:
         """Finds what every argument of an inner call is, and the first form that agrees."""
         if self.hidden is None:
@@ -153,8 +161,12 @@ class Learning(Trial):
             self.mask = word.what if word is not None and word.how == "argument" else None
             if self.mask is None:
                 raise Refused("it changes the attention mask")
-        self.calls, self.training_words = self.calls_of(run), self.calls_of(training)[1]
-        self.handed = self.those_handed()
+        self.calls, self.training_words = self.calls_of(run), self.calls_of(training).words
+        # attributes that reach the attention function or the cache, and nothing else
+        implementation, words, index, updates, updates_with, stored = self.calls
+        met = (implementation, index, stored, *words, *updates, *updates_with, *self.training_words)
+        attributes = [word.what for word in met if word is not None and word.how == "attribute"]
+        self.handed = self.handed.intersection(attributes)
         found = next((form for form in self.forms(run) if self.agrees(form, FIRST, run)), None)
         if found is None:
             raise Refused("its values or output, or its queries and keys are another formula")
@@ -173,65 +185,40 @@ class Learning(Trial):
 
     # ------------------------------------------------------------------ what is learned
 
-    def those_handed(self) -> frozenset:
-        """Attributes that reach the attention function or the cache, and nothing else."""
-        implementation, words, index, updates, updates_with, stored = self.calls
-        everything = (
-            implementation,
-            index,
-            stored,
-            *updates,
-            *updates_with,
-            *words,
-            *self.training_words,
-        )
-        met = [word.what for word in everything if word is not None and word.how == "attribute"]
-        return self.handed.intersection(met)
-
     def fields(self, plan: Plan, positions: Optional[str]) -> tuple:
         """The fields of an AttentionForm that follow its guards."""
-        implementation, words, index, updates, updates_with, stored = self.calls
+        calls = self.calls
         identities = [n for n, part in self.parts.items() if isinstance(part, nn.Module)]
         return (
-            self.arguments(), self.tables, self.cache,
-            self.mask, positions, self.store, stored, self.takes, index, updates, updates_with,
-            plan.projections, self.sizes, *plan[1:],
-            self.D, self.dims, (self.R or self.D,), False, tuple(identities), implementation, words,
-            self.training_words,
+            self.arguments(), self.tables, self.cache, self.mask, positions, self.store,
+            calls.stored, self.takes, calls.index, calls.updates, calls.updates_with,
+            plan.projections, self.sizes, *plan[1:], self.D, self.dims, (self.R or self.D,), False,
+            tuple(identities), calls.implementation, calls.words, self.training_words,
             self.rests, self.eager,
         )  # fmt: skip
 
     def others(self) -> tuple:
         return super().others(self.tables, self.cache, self.mask, self.positions, self.store)
 
-    def calls_of(self, run: Run) -> tuple:
-        """The sources of all arguments of the registry, the attention function and the cache."""
-        *_, keywords, _ = run.interface.calls[0]
+    def calls_of(self, run: Run) -> Calls:
+        _, _, k, v, _, keywords, _ = run.interface.calls[0]
         ((name, self.eager),) = run.interface.asked
         self.rests, keywords = self.passed(keywords, run)
         caches = [v for v in run.given.values() if type(v) is Cache and v.calls]
-        index, updates, updates_with = None, (), ()
+        index, stored, updates, more = None, None, (), {}
         if caches:
-            _, _, layer, positional, more = caches[0].calls[0]
+            _, _, layer, updates, more = caches[0].calls[0]
             index = self.word("", layer, run)
-            updates = tuple(self.word("", v, run) for v in positional)
-            updates_with = self.words(more, run)
-        words = self.words(keywords, run)
-        name = self.word("", name, run)
-        stored = self.key_of(run)
+        if self.store is not None:
+            calls = run.given[self.store].calls
+            if len(calls) != 1 or not alike(calls[0][1], (k, v)):
+                raise Refused(f"it has other things in {self.store}")
+            stored = self.word("", calls[0][0], run)
+        name, words = self.word("", name, run), self.words(keywords, run)
         if not {word.how for word in (name, index, stored) if word is not None} <= {*ALONE}:
             raise Refused("it makes the name of its attention function, or its cache's layer")
-        return name, words, index, updates, updates_with, stored
-
-    def key_of(self, run: Run) -> Optional[Word]:
-        """The source of the key under which keys and values are stored, or found."""
-        if self.store is None:
-            return None
-        _, _, k, v, *_ = run.interface.calls[0]
-        calls = run.given[self.store].calls
-        if len(calls) != 1 or not alike(calls[0][1], (k, v)):
-            raise Refused(f"it has other things in {self.store}")
-        return self.word("", calls[0][0], run)
+        updates = tuple(self.word("", value, run) for value in updates)
+        return Calls(name, words, index, updates, self.words(more, run), stored)
 
     def words(self, values: dict, run: Run) -> Tuple[Word, ...]:
         return tuple(self.word(name, value, run) for name, value in values.items())

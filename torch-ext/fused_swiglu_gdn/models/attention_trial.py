@@ -8,6 +8,7 @@ compared with each of our forms. The check gives the plan of our forward.
 import contextlib
 import functools
 import itertools
+from types import CodeType
 from typing import Callable, Dict, Iterator, List, Optional
 
 import torch
@@ -16,13 +17,13 @@ from torch import nn
 from ..attention.reference import qk_norm_rope_fwd, sigmoid_gate_fwd
 from ..layers.attention import Attention, AttentionForm
 from ..layers.norm import NormForm
-from ..layers.own_code import codes_in
 from ..layers.pinned import GIVEN, found_at
+from ..layers.pins import names_in
 from ..layers.plain import told
 from .attention_learning import CASES, FIRST, PARTIAL, WITHOUT, Case, Learning, Run
 from .code import Refused
 from .facts import Facts, read
-from .handed import Cache, Interface, Store, asked_by_this_thread, readable
+from .handed import Cache, Interface, Store, asked_by_this_thread, attributes_of, readable
 from .norm_trial import norm_in
 from .serving import own_class
 from .stand_ins import (
@@ -33,7 +34,7 @@ from .stand_ins import (
     Unknown,
     features,
     is_identity,
-    mixed,
+    numbers,
     quiet,
     random,
     twin_of,
@@ -70,7 +71,10 @@ def asks_for_attention(kind: type) -> bool:
             for _ in range(20):  # decorators
                 value = getattr(value, "__wrapped__", value)
             code = getattr(value, "__code__", None)
-            if code is not None and any(["get_interface" in c.co_names for c in codes_in(code)]):
+            if code is None:
+                continue
+            inner = [c for c in code.co_consts if isinstance(c, CodeType)]
+            if "get_interface" in code.co_names or inner and "get_interface" in names_in(code):
                 return True
     return False
 
@@ -84,9 +88,8 @@ def form_by(trial: type, module: nn.Module, facts: Facts):
     """The form that a trial of the module's forward gives; raises Refused."""
     kind = own_class(module)
     values = facts.values_but("training")  # both are tried
-    norms = _norms_of(module)
-    key = (trial, kind, facts.pinned, _parts_key(module), module.config.__class__)
-    key += tuple((n, _norm_key(module._modules[n], form)) for n, form in norms.items())
+    norms = {name: norm_in(part) for name, part in module._modules.items()}
+    key = trial, kind, facts.pinned, module.config.__class__, *_sizes(module, norms)
     known = _forms.setdefault(key, [])
     for handed, of_others, found in known:
         if _key(module, kind, facts, values, handed) == of_others:
@@ -110,21 +113,21 @@ def _without(values: dict, names: frozenset) -> dict:
     return {name: value for name, value in values.items() if name not in names}
 
 
-def _norms_of(module: nn.Module) -> Dict[str, NormForm]:
-    """The forms of the parts that are RMS norms, with a weight or without."""
-    found = {name: norm_in(part) for name, part in module._modules.items()}
-    return {name: form for name, form in found.items() if form is not None}
+def _sizes(module: nn.Module, norms: Dict[str, Optional[NormForm]]) -> Iterator[tuple]:
+    """What a trial depends on of each part and parameter: sizes, and the forms of norms."""
+    for name, part in module._modules.items():
+        yield name, type(part), is_identity(part), *features(part)
+        if norms[name] is not None:
+            yield *norms[name][3:], _weight_of(part, norms[name])
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield name, *told(parameter, "shape")
 
 
-def _parts_key(module: nn.Module) -> tuple:
-    sizes = [(n, type(m), is_identity(m), *features(m)) for n, m in module._modules.items()]
-    own = {n: p for n, p in module._parameters.items() if p is not None}
-    return (*sizes, *((n, tuple(told(p, "shape"))) for n, p in own.items()))
-
-
-def _norm_key(norm: nn.Module, form: NormForm) -> tuple:
-    weight = norm._parameters.get(form.weight)
-    return (*form[3:], None if weight is None else told(weight, "shape"))
+def _weight_of(part: nn.Module, form: NormForm) -> tuple:
+    """The shape of a norm's weight, () of a norm without."""
+    weight = part._parameters.get(form.weight)
+    return () if weight is None else tuple(told(weight, "shape"))
 
 
 def _find(kind_of_trial, module, kind, facts, values, norms) -> tuple:
@@ -189,15 +192,12 @@ class AttentionTrial(Learning):
         self.values = {p: found_at(module, p) for p in handed if "." in p}
         self.parts = {}
         for i, (name, part) in enumerate(module._modules.items()):
-            self.parts[name] = Unknown(name)
-            if name in norms:
-                weight = part._parameters.get(norms[name].weight)
-                size = () if weight is None else told(weight, "shape")
-                self.parts[name] = Part(name, tuple(size), 200 + i, self)
-            elif features(part):
-                self.parts[name] = Part(name, features(part), 100 + 7 * i, self)
-            elif is_identity(part):
-                self.parts[name] = part
+            norm = norms[name]
+            if norm is not None or features(part):
+                sizes = features(part) if norm is None else _weight_of(part, norm)
+                self.parts[name] = Part(name, sizes, 100 + 7 * i, self)
+            else:
+                self.parts[name] = part if is_identity(part) else Unknown(name)
         own = [(n, p) for n, p in module._parameters.items() if p is not None]
         self.own = [(n, random(*told(p, "shape"), seed=77)) for n, p in own]
         self.tables = self.cache = self.mask = self.positions = self.store = None  # arguments
@@ -216,9 +216,12 @@ class AttentionTrial(Learning):
         """One run of the class's forward, with attributes `values` by their paths."""
         dtype = case.dtype
         own = {n: p.to(dtype) for n, p in self.own}
-        attributes = self.attributes({**self.values, **(values or {}), "training": case.training})
+        values = {**self.values, **(values or {}), "training": case.training}
+        attributes = attributes_of(self.module, self.facts.reads, values, self.seen)
         twin = twin_of(self.module, self.kind, self.parts, own, **attributes)
-        before, self.log = [self.input(case), *self.tables_of(case)], []
+        shape = case.B, case.T, self.width
+        x = numbers(*shape, values=case.values, seed=1, dtype=dtype)
+        before, self.log = [x, *self.tables_of(case)], []
         made, log = list(map(torch.clone, before)), self.log
         x, tables = made[0], made[1] if self.complex else tuple(made[1:]) or None
         given = self.given(self.roles_of(case, x, tables), absent)
@@ -251,16 +254,6 @@ class AttentionTrial(Learning):
         if self.store is not None:
             roles[self.store] = Store(self.store, case.B, self.D, case.dtype)
         return roles
-
-    def input(self, case: Case) -> torch.Tensor:
-        shape = case.B, case.T, self.width
-        if case.values == "mixed":
-            return mixed(*shape, seed=1, dtype=case.dtype)
-        x = random(*shape, seed=1, dtype=case.dtype)
-        return x if not case.values else x.abs() if case.values == "+" else -x.abs()
-
-    def marks(self) -> dict:
-        return {path: self.opaque[f"self.{path}"] for path in self.handed}
 
     def form(self, values: dict) -> AttentionForm:
         """The form with which ours does what the class's forward does; values: of what that

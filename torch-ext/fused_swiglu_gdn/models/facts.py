@@ -10,7 +10,7 @@ from torch import nn
 
 from ..layers.own_classes import Code, wrapped_in
 from ..layers.own_code import codes_in, peeled
-from ..layers.pinned import ABSENT, CONTAINERS, PLAIN_VALUES, SPACES, Frozen, found_at
+from ..layers.pinned import ABSENT, CONTAINERS, PLAIN_VALUES, SPACES, Frozen
 from ..layers.pins import names_in, words_in
 from .code import Refused, signature_of
 from .trust import code_of
@@ -55,18 +55,22 @@ class Facts:
         self.pinned, self.forward, self.signature = code.pins, known.forward, known.signature
         self.functions, self.named = code.walk.walked, code.walk.named
         self.names, self.own = known.names, known.own  # keywords that are for the class's forward
-        self.methods = code.pins.methods
         found = dict(_paths(module, known.names))
-        found.update(dict.fromkeys([n for n in known.asked if is_absent(module, n)]))
-        parts, tensors = module._modules, {*module._parameters, *module._buffers}
-        self.reads: Set[str] = {*found, *known.names.intersection(tensors)}
-        self.values = _compared(module, self.reads, found)
+        # what a call can compare: numbers, words, flags and None, the contents of containers, and
+        # other objects but tensors and parts
+        values = {p: Frozen(v) if type(v) in CONTAINERS else v for p, v in found.items()}
+        parts, tensors = module._modules, {**module._parameters, **module._buffers}
+        own = {n: x for n, x in tensors.items() if n in known.names}
+        values.update((n, None) for n, x in own.items() if x is None)
+        values.update((n, ABSENT) for n in known.asked if is_absent(module, n))
+        self.values: Dict[str, object] = {path: values[path] for path in sorted(values)}
+        self.reads: Set[str] = {*values, *own}
         self.parts = known.names.intersection(parts)
         self.parts |= {n for n, v in module.__dict__.items() if n in known.names and _calls(n, v)}
         # weights or biases of these parts
-        own = known.names.intersection(("weight", "bias"))
+        direct = known.names.intersection(("weight", "bias"))
         inner = {n: parts[n] for n in self.parts.intersection(parts) if parts[n] is not None}
-        self.direct = {n for n, part in inner.items() if own.intersection(part._parameters)}
+        self.direct = {n for n, part in inner.items() if direct.intersection(part._parameters)}
         # numbers that may be the rate of a dropout
         numbers = [n for n, v in found.items() if type(v) is float and "." not in n]
         self.rates = frozenset(numbers if "dropout" in self.names else ())
@@ -74,22 +78,6 @@ class Facts:
     def values_but(self, *names: str) -> dict:
         """`values` of other paths than these."""
         return {path: value for path, value in self.values.items() if path not in names}
-
-
-def _compared(module: nn.Module, reads: Set[str], found: dict) -> dict:
-    """The values of those attributes that a call can compare, by their paths: numbers, words, flags
-    and None, the contents of containers, and other objects but tensors and parts."""
-    values = {}
-    for path in sorted(reads):
-        if "." not in path and is_absent(module, path):
-            values[path] = ABSENT
-            continue
-        value = found[path] if path in found else found_at(module, path)
-        if type(value) in CONTAINERS:
-            values[path] = Frozen(value)
-        elif not isinstance(value, (torch.Tensor, nn.Module)) and not callable(value):
-            values[path] = value
-    return values
 
 
 def is_absent(module: nn.Module, name: str) -> bool:
@@ -128,7 +116,8 @@ def _paths(owner: object, names: Set[str], prefix: str = "", depth: int = 1) -> 
 
 
 def _has_attributes(value: object) -> bool:
-    return hasattr(value, "__dict__") and not isinstance(value, (dict, list, tuple, set))
+    """Its class gives it a __dict__; asked of the object, a configuration runs code of its own."""
+    return type(value).__dictoffset__ != 0 and not isinstance(value, (dict, list, tuple, set))
 
 
 _found_properties: Dict[type, tuple] = {}

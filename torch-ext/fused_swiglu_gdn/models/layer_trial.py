@@ -16,6 +16,7 @@ from .attention_trial import is_attention
 from .code import Refused
 from .facts import read
 from .gated_delta_net import is_gated_delta_net
+from .handed import attributes_of
 from .norm_trial import norm_in
 from .serving import own_class
 from .stand_ins import F64, FREE, SIZES, Block, is_identity, random, same, twin_of
@@ -168,7 +169,8 @@ class _Trial(Trial):
         before = random(5, 4, 16, seed=1) if x is None else x
         log, x = self.begin(flat), before.clone()
         given, rest = self.given({self.hidden: x}, absent), self.unknown_words(words)
-        twin = twin_of(self.module, self.kind, self.parts, **self.attributes(attributes))
+        attributes = attributes_of(self.module, self.facts.reads, attributes, self.seen)
+        twin = twin_of(self.module, self.kind, self.parts, **attributes)
         twin.__dict__["_buffers"] = self.buffers
         out = called(self.facts, twin, given, rest, by_position)
         if not torch.equal(x, before):

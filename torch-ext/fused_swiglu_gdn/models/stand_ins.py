@@ -107,7 +107,7 @@ def mixed(*shape: int, seed: int = 0, dtype: torch.dtype = F64) -> torch.Tensor:
     return x.to(dtype)
 
 
-VALUES = ("mixed", "+", "-", "", "0")  # rows of all kinds, of one sign, usual ones, zeros
+VALUES = ("mixed", "+", "-", "", "0")  # rows of all kinds, large of one sign, usual ones, zeros
 
 
 def numbers(*shape: int, values: str, seed: int = 0, dtype: torch.dtype = F64) -> torch.Tensor:
@@ -115,7 +115,8 @@ def numbers(*shape: int, values: str, seed: int = 0, dtype: torch.dtype = F64) -
     if values == "mixed":
         return mixed(*shape, seed=seed, dtype=dtype)
     x = random(*shape, seed=seed, dtype=dtype)
-    return {"": x, "0": 0 * x, "+": x.abs(), "-": -x.abs()}[values]
+    size = 1.0 if dtype is torch.float16 else 1e3
+    return {"": x, "0": 0 * x, "+": x.abs() * size, "-": x.abs() * -size}[values]
 
 
 def run(forward: Callable, twin: nn.Module, *args: object, **words: object) -> object:

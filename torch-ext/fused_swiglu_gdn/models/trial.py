@@ -11,7 +11,6 @@ from ..layers.forward import Arguments, Word
 from ..layers.pinned import PLAIN_VALUES, Frozen
 from .code import Refused, members_of, refuse_odd_class
 from .facts import Facts
-from .handed import attributes_of
 from .opaque import Opaque, Opaques, Read, name_of
 from .stand_ins import VALUES, numbers, quiet, result_of, run, same
 
@@ -144,10 +143,6 @@ class Trial:
         self.opaque, self.log = Opaques(), []
         self.seen: Set[str] = set()  # paths of what the forward asks its configuration for
 
-    def attributes(self, values: Dict[str, object]) -> dict:
-        """Attributes of a probe module, which has these values by their paths."""
-        return attributes_of(self.module, self.facts.reads, values, self.seen)
-
     def guards(self, values: dict) -> dict:
         """Values by their paths that the forward may have read."""
         return {p: value for p, value in values.items() if "." not in p or p in self.seen}
@@ -239,7 +234,8 @@ def alike(mine: object, theirs: object) -> bool:
         if a is b:
             continue
         if issubclass(kind, torch.Tensor):
-            if not (issubclass(type(b), torch.Tensor) and same(a, b)):
+            bits = type(b) is kind and a.dtype is b.dtype and torch.equal(a, b)
+            if not bits and not (issubclass(type(b), torch.Tensor) and same(a, b)):
                 return False
         elif kind is not type(b):
             return False
