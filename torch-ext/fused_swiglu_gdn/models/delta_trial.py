@@ -17,6 +17,7 @@ from ..layers.forward import Arguments
 from ..layers.gdn_form import CACHE_NAMES
 from ..layers.own_code import peeled, undispatched
 from ..layers.pins import names_in
+from ..runtime.device import pretending
 from .code import Refused
 from .stand_ins import F64, random, same
 from .trial import WORD, Trial, called, sizes_of
@@ -145,9 +146,11 @@ class Copies:
 
 
 class DeltaTrial(Trial):
-    """Runs of a class's forward, and of ours.
+    """Runs of a class's forward, and of ours on the same parts.
 
-    A kind of layer has the probe module of its class, and calls ours on the same parts.
+    A kind of layer has the `width` of its hidden states; `twin(dtype, training, index)`, the probe
+    module of its class; `ours(roles, dtype, index)`, our layer as a function of hidden states,
+    cache, mask and more; and `confirmed(roles)`: ours gives the same with other sizes, too.
     """
 
     READS = {
@@ -170,16 +173,6 @@ class DeltaTrial(Trial):
         names = tuple([n for n in self.signature.names if n not in PACKED])
         self.signature = self.signature._replace(names=names)
         self.mode = self.MODE()
-
-    width: int  # of the hidden states
-
-    def twin(self, dtype, training: bool, index: int) -> nn.Module:
-        """The probe module."""
-        raise NotImplementedError
-
-    def ours(self, roles, dtype, index: int) -> Callable:
-        """(hidden states, cache, mask, more) -> the output of our layer."""
-        raise NotImplementedError
 
     def theirs(self, dtype, training: bool, index: int) -> Callable:
         """(hidden states, cache, mask, more) -> the output of the class's forward."""
@@ -263,29 +256,24 @@ class DeltaTrial(Trial):
         places = torch.arange(len(ends) - 1).repeat_interleave(ends.diff()).int()[None]
         return {"cu_seq_lens_q": ends, "seq_idx": places}
 
-    def same_as(self, candidates: Iterator) -> object:
-        """The first roles with which ours gives what the forward gives."""
+    def found(self, candidates: Iterator) -> Found:
+        """The first roles with which ours gives what the forward gives; raises Refused.
+
+        Ours takes lengths of packed sequences by their names, and keywords that are arguments of
+        other classes go to the class's own forward.
+        """
         runs = [(dtype, False, 1) for dtype in self.TOLERANCES] + [(torch.float32, True, 0)]
         expected: dict = {}
-        for roles in candidates:
-            if all(self.agree(roles, run, expected) for run in runs):
-                if self.confirmed(roles):
-                    return roles
-                break
-        raise Refused("its forward gives other values on a small twin")
-
-    def found(self, roles: tuple) -> Found:
-        """Ours takes lengths of packed sequences by their names, and keywords that are arguments of
-        other classes go to the class's own forward."""
+        with pretending(None):
+            self.find_roles()
+            every = (r for r in candidates if all(self.agree(r, run, expected) for run in runs))
+            roles = next(every, None)
+            if roles is None or not self.confirmed(roles):
+                raise Refused("its forward gives other values on a small twin")
         known, packed = self.arguments(), frozenset(PACKED)
         unknown = {*CACHE_NAMES, "hidden_states", "attention_mask"} - known.names
-        own = known.own - packed | unknown
-        known = known._replace(own=own, names=known.names - packed)
+        known = known._replace(own=known.own - packed | unknown, names=known.names - packed)
         return Found(roles, known, self.cache, self.mask)
-
-    def confirmed(self, roles) -> bool:
-        """Ours gives the same with other sizes, too."""
-        raise NotImplementedError
 
     def agree(self, roles, run: tuple, known: dict) -> bool:
         """Ours and the class's forward give the same in a run."""

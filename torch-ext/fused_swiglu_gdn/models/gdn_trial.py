@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from .. import layers
-from ..runtime.device import pretending
 from .delta_trial import EPS, DeltaTrial, Found, Packing
 from .handed import attributes_of
 from .stand_ins import Part, random, twin_of
@@ -105,7 +104,5 @@ def width_of(counts: tuple, sizes: tuple) -> int:
 def found_by(module: nn.Module, kind: type, facts, candidates) -> Found:
     """Returns the role of each part and argument; raises Refused."""
     first = next(candidates)
-    with pretending(None):
-        trial = _Trial(module, kind, facts, first)
-        trial.find_roles()
-        return trial.found(trial.same_as(itertools.chain([first], candidates)))
+    trial = _Trial(module, kind, facts, first)
+    return trial.found(itertools.chain([first], candidates))

@@ -6,20 +6,18 @@ gated norm and the other parts get.
 
 import itertools
 from types import SimpleNamespace
-from typing import Callable, Dict, Iterator, NamedTuple, Tuple
+from typing import Callable, Dict, Iterator, List, NamedTuple, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from ..layers import kda
-from ..layers.kda import Roles
-from ..runtime.device import pretending
+from ..layers.kda import Chain, Roles
 from .code import Refused
 from .delta_trial import EPS, VALUES, Copies, DeltaTrial, Found, Packing, ReadsNoValues
 from .facts import Facts
 from .handed import attributes_of
-from .kda_flows import Flows
 from .stand_ins import Part, random, twin_of
 
 # gates on both sides of what they bend at, and one whose exponential fp32 has not
@@ -105,6 +103,46 @@ def smaller(layout: Layout) -> Dict[int, int]:
     return sizes
 
 
+class Flows:
+    """The projection whose output each function of a layer gets, in one run of it."""
+
+    def __init__(self, x: torch.Tensor, calls: list, norms: list, functions: list, linears: dict):
+        mixed = [y for y in functions if y.ndim == 3]
+        if len(mixed) != 1 or len(norms) != 1:
+            raise Refused("it has not one convolution and one gated norm")
+        if sorted(path for path, _, _ in calls) != sorted(linears):
+            raise Refused("it does not call each of its projections once")
+        gate, normed = norms[0]
+        self.chains: Dict[str, Chain] = {}
+        self.left: Dict[str, torch.Tensor] = {}  # outputs whose role is not known
+        self.out = ""
+        for path, given, y in calls:
+            if torch.equal(given.flatten(), normed.flatten()):
+                self.out = path
+                continue
+            before = () if torch.equal(given, x) else self.taken(given, path)
+            self.chains[path], self.left[path] = (*before, path), y
+        self.mixed_channels = mixed[0].shape[1]
+        parts = mixed[0].transpose(1, 2).chunk(3, -1)
+        self.mixed = [self.taken(part, "its convolution") for part in parts]
+        self.z = self.taken(gate.reshape(*x.shape[:2], -1), "its gated norm")
+
+    def taken(self, given: torch.Tensor, where: str) -> Chain:
+        """The projections, one after another, that give a tensor; the last one has a role now."""
+        for path, y in self.left.items():
+            if torch.equal(y, given):
+                del self.left[path]
+                return self.chains[path]
+        raise Refused(f"{where} gets what is not of one projection")
+
+    def placed(self, heads: int, channels: int) -> Iterator[Tuple[Chain, Chain]]:
+        """The possible roles of what is left: the write strength, and the gate of each channel."""
+        widths: List[tuple] = [(path, y.shape[-1]) for path, y in self.left.items()]
+        for (b, n), (f, m) in itertools.permutations(widths, 2):
+            if len(widths) == 2 and (n, m) == (heads, channels):
+                yield self.chains[b], self.chains[f]
+
+
 class _Trial(DeltaTrial):
     """Runs of a class's forward, and of ours."""
 
@@ -141,16 +179,21 @@ class _Trial(DeltaTrial):
             path = path.rpartition(".")[0]
         return path
 
+    @property
+    def values(self) -> Dict[str, object]:
+        """What the forwards read, by its paths."""
+        every = [(each.below(n), v) for each in self.inner.values()
+                 for n, v in each.facts.values.items()]  # fmt: skip
+        return dict(every)
+
     def attributes(self, index: int) -> Dict[str, object]:
-        """Values of numbers that the forwards read, by their paths."""
+        """Numbers in place of those that the forwards read, by their paths."""
         found = {}
-        for each in self.inner.values():
-            for name, value in each.facts.values.items():
-                path = each.below(name)
-                if type(value) in (int, float) and value < 0:
-                    found[path] = self.bound
-                elif type(value) is int:
-                    found[path] = index if path == self.index else self.small(value)
+        for path, value in self.values.items():
+            if type(value) in (int, float) and value < 0:
+                found[path] = self.bound
+            elif type(value) is int:
+                found[path] = index if path == self.index else self.small(value)
         return found
 
     def stubs(self, dtype) -> dict:
@@ -219,36 +262,19 @@ class _Trial(DeltaTrial):
             raise Refused("its convolution is not that of q, k and v")
         if any(len(chain) > 1 for chain in flows.mixed):
             raise Refused("its q, k and v are not those of one projection each")
-        mixed = tuple([chain[0] for chain in flows.mixed])
-        H, P = self.small(self.layout.heads), self.small(self.layout.channels)
-        for b, f in flows.placed(H, P):
-            for A_log, dt_bias in self.vectors():
-                for bound, activation in itertools.product(self.bounds(), self.activations()):
-                    yield Roles(
-                        mixed, f, flows.z, b, self.layout.conv, self.layout.norm, flows.out,
-                        A_log, dt_bias, self.index, activation, bound,
-                    )  # fmt: skip
-
-    def vectors(self) -> Iterator[tuple]:
-        sizes = {p: torch.Size(shape).numel() for p, shape in self.layout.vectors.items()}
-        for a, b in itertools.permutations(sizes):
-            if (sizes[a], sizes[b]) == (self.layout.heads, self.layout.channels):
-                yield a, b
-
-    def values_of(self, *kinds: type) -> dict:
-        """Attributes of some types that the forwards read, by their paths."""
-        found = {}
-        for each in self.inner.values():
-            for name, value in each.facts.values.items():
-                if type(value) in kinds:
-                    found[each.below(name)] = value
-        return found
-
-    def bounds(self) -> list:
-        return [path for path, value in self.values_of(int, float).items() if value < 0] + [None]
-
-    def activations(self) -> list:
-        return list(dict.fromkeys([*self.values_of(str).values(), "silu"]))
+        mixed, layout, values = [chain[0] for chain in flows.mixed], self.layout, self.values
+        H, P = self.small(layout.heads), self.small(layout.channels)
+        sizes = {path: torch.Size(shape).numel() for path, shape in layout.vectors.items()}
+        vectors = [pair for pair in itertools.permutations(sizes)
+                   if [*map(sizes.get, pair)] == [layout.heads, layout.channels]]  # fmt: skip
+        bounds = [n for n, v in values.items() if type(v) in (int, float) and v < 0] + [None]
+        words = dict.fromkeys([*(v for v in values.values() if type(v) is str), "silu"])
+        every = itertools.product(flows.placed(H, P), vectors, bounds, words)
+        for (b, f), (A_log, dt_bias), bound, activation in every:
+            yield Roles(
+                tuple(mixed), f, flows.z, b, layout.conv, layout.norm, flows.out, A_log, dt_bias,
+                self.index, activation, bound,
+            )  # fmt: skip
 
     def confirmed(self, roles: Roles) -> bool:
         if any(len(answers) < 2 for answers in self.mode.answers.values()):
@@ -259,7 +285,5 @@ class _Trial(DeltaTrial):
 
 def found_by(layout: Layout, inner: Tuple[Inner, ...], index: str) -> Found:
     """Returns the role of each part and argument; raises Refused. index: the path of its own."""
-    with pretending(None):
-        trial = _Trial(layout, inner, index)
-        trial.find_roles()
-        return trial.found(trial.same_as(trial.candidates()))
+    trial = _Trial(layout, inner, index)
+    return trial.found(trial.candidates())
