@@ -20,7 +20,7 @@ from ..layers.norm import NormForm
 from ..layers.pinned import GIVEN, found_at
 from ..layers.pins import names_in
 from ..layers.plain import told
-from .attention_learning import CASES, FIRST, PARTIAL, WITHOUT, Case, Learning, Run
+from .attention_learning import CASES, PARTIAL, WITHOUT, Case, Learning, Run
 from .code import Refused
 from .facts import Facts, read
 from .handed import Cache, Interface, Store, asked_by_this_thread, attributes_of, readable
@@ -39,7 +39,7 @@ from .stand_ins import (
     random,
     twin_of,
 )
-from .trial import alike, called, form_key, refuse_odd_module, sizes_of, toggles
+from .trial import alike, called, form_key, refuse_odd_module, sizes_of, together, toggles
 
 # names that make a module one to look at
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -277,10 +277,8 @@ class AttentionTrial(Learning):
     def check_all(self, form) -> None:
         """Checks ours with this form in all cases; raises Refused if it differs in one."""
         ours = self.ours(form)
-        for case in self.cases():
-            self.check(ours, self.called(case))
-        for absent in toggles(self.others()):
-            self.check(ours, self.called(FIRST, absent=absent))
+        for case, absent in together(list(self.cases()), toggles(self.others())):
+            self.check(ours, self.called(case, absent=absent))
 
     def cases(self) -> Iterator[Case]:
         """CASES, and with the numbers of tokens that have to be tried."""

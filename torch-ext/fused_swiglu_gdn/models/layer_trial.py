@@ -29,6 +29,7 @@ from .trial import (
     modes_of,
     refuse_odd_module,
     remembered,
+    together,
     toggles,
 )
 
@@ -145,10 +146,9 @@ class _Trial(Trial):
 
     def further(self) -> Iterator[dict]:
         """The arguments of further runs: each input and mode, with other arguments left out."""
-        inputs = list(inputs_of(self.facts, DTYPES, 4, (3,)))
-        ways = list(itertools.product(modes_of(self.module, self.facts), inputs))
-        every = [*toggles(self.others()), *[frozenset()] * len(ways)]
-        for i, (absent, (training, x)) in enumerate(zip(every, itertools.cycle(ways))):
+        modes, inputs = modes_of(self.module, self.facts), inputs_of(self.facts, DTYPES, 4, (3,))
+        ways = list(itertools.product(modes, inputs))
+        for i, (absent, (training, x)) in enumerate(together(toggles(self.others()), ways)):
             yield {
                 "absent": absent, "x": x, "words": (1, 0, 3)[i % 3], "by_position": i % 5 == 0,
                 "training": training,

@@ -2,7 +2,7 @@
 on stubs, from which the roles of its arguments follow."""
 
 import itertools
-from typing import Callable, Dict, FrozenSet, Iterable, Iterator, List, Optional, Set, Tuple
+from typing import Callable, Dict, FrozenSet, Iterator, List, Optional, Set, Tuple
 
 import torch
 from torch import nn
@@ -270,8 +270,13 @@ def called(
     return run(forward or facts.forward, twin, *args, **words, **rest)
 
 
-def toggles(names: Tuple[str, ...]) -> Iterable[frozenset]:
-    """Sets of arguments to leave at their defaults: all, each alone, and all but one."""
+def toggles(names: Tuple[str, ...]) -> List[frozenset]:
+    """Sets of arguments to leave at their defaults: none, all, each alone, and all but one."""
     ones = list(map(frozenset, zip(names)))
-    every = dict.fromkeys([frozenset(names), *ones, *map(frozenset(names).difference, ones)])
-    return filter(None, every)
+    every = [frozenset(), frozenset(names), *ones, *map(frozenset(names).difference, ones)]
+    return list(dict.fromkeys(every))
+
+
+def together(*lists: list) -> Iterator[tuple]:
+    """Tuples of one of each list, as many as it takes until each has come up."""
+    return itertools.islice(zip(*map(itertools.cycle, lists)), max(map(len, lists)))
