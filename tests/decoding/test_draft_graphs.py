@@ -463,7 +463,9 @@ def test_pace():
 
 def test_weights_that_are_read():
     """Embeddings are not, and of experts those that are chosen: more by several tokens."""
-    read = submodule("decoding.lookup").weights_read
+    def read(model, tokens=1):
+        return submodule("decoding.lookup").Weights(model).read(tokens)
+
     dense, model = tiny("qwen3_5_text", "cpu"), tiny("qwen3_5_moe_text", "cpu")
     count = sum(x.numel() for x in dense.parameters()) - dense.model.embed_tokens.weight.numel()
     tied = dense.lm_head.weight is dense.model.embed_tokens.weight

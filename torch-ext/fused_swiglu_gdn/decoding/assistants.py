@@ -25,7 +25,7 @@ from .graph_rules import (
     why_not_model,
     why_not_states,
 )  # fmt: skip
-from .lookup import Drafter, NotServed, weights_read
+from .lookup import Drafter, NotServed, Weights
 from .reading import Reader
 from .rounds import Following, following
 from .row_choice import RowChoice
@@ -92,7 +92,7 @@ class Assistant(Drafter):
         self.choice = RowChoice(Choice([], False), ids)
         self.ids: List[int] = []
         self.behind = 0  # length of the text behind which the latest drafts are
-        self.takes = count * weights_read(assistant) / weights_read(model)
+        self.reads = count * Weights(assistant).read()
 
     def add(self, token: int) -> None:
         self.ids.append(token)

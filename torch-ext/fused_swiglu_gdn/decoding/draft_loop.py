@@ -26,7 +26,7 @@ from .graph_rules import (
     why_not_now,
 )  # fmt: skip
 from .late import EOS, LENGTH, UTILS, Draws
-from .lookup import Drafter, Lookup, NotServed, Pace, weights_read
+from .lookup import Drafter, Lookup, NotServed, Pace, Weights
 from .mtp import MOST, Mtp
 from .mtp_rounds import MtpRounds
 from .reading import Reader, last_hidden
@@ -178,8 +178,10 @@ class Loop:
         device = reader.ids.device
         generator = Graph.generator(device) if choice.choice.draws else None
         self.draws = None if generator is None else Draws(generator)
-        more = weights_read(reader.model, 1 + drafter.count) / weights_read(reader.model) - 1
-        self.pace = Pace(drafter.takes + more / 2)  # half of a token's time is not that of weights
+        weights = Weights(reader.model)
+        one, all_rows = weights.read(), weights.read(1 + drafter.count)
+        # half of a token's time is not that of weights
+        self.pace = Pace((drafter.reads + (all_rows - one) / 2) / one)
         self.rounds: dict = {}  # by the number of tokens
         self.now: Optional[Round] = None
 

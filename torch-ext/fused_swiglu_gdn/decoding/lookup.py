@@ -16,7 +16,7 @@ class Drafter:
     """A source of drafts for a loop. count: at most so many a round."""
 
     count: int
-    takes = 0.0  # time of a round's drafts, in that of a token
+    reads = 0.0  # weights that a round's drafts read
     in_graph = False  # it drafts in that of the round before: mtp_rounds.py, assistants.py
     reads_hidden = False  # the model's states behind its last norm
 
@@ -63,18 +63,29 @@ class Lookup(Drafter):
         return found
 
 
-def weights_read(model: nn.Module, tokens: int = 1) -> float:
-    """Number of weights that a call of so many tokens reads, embeddings apart: of experts those
-    that the tokens choose, each independently of the others."""
-    config = model.config.get_text_config(decoder=True)
-    chosen, read = getattr(config, "num_experts_per_tok", None), 0.0
-    for module in model.modules():
-        own = {} if isinstance(module, nn.Embedding) else module._parameters
-        stacked = chosen and own.get("down_proj") is not None  # [experts, ..], as all beside it
-        for x in own.values():
-            if x is not None:
-                read += x.numel() * (1 - (1 - chosen / len(x)) ** tokens if stacked else 1)
-    return read
+class Weights:
+    """Counts the weights that a call of a model reads, embeddings apart."""
+
+    def __init__(self, model: nn.Module):
+        config = model.config.get_text_config(decoder=True)
+        self.chosen = getattr(config, "num_experts_per_tok", None)
+        self.always = 0
+        self.stacks: Dict[int, int] = {}  # experts -> their weights
+        for module in model.modules():
+            own = {} if isinstance(module, nn.Embedding) else module._parameters
+            stacked = self.chosen and own.get("down_proj") is not None  # [experts, ..], as all here
+            for x in own.values():
+                if x is not None and stacked:
+                    self.stacks[len(x)] = self.stacks.get(len(x), 0) + x.numel()
+                elif x is not None:
+                    self.always += x.numel()
+
+    def read(self, tokens: int = 1) -> float:
+        """Of a call of so many tokens: of experts those that the tokens choose, each independently
+        of the others."""
+        return self.always + sum(
+            n * (1 - (1 - self.chosen / E) ** tokens) for E, n in self.stacks.items()
+        )
 
 
 class Pace:

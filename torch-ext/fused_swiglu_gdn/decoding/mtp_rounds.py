@@ -13,7 +13,7 @@ from torch import nn
 
 from .choosing import Choice
 from .graph_rules import CACHES
-from .lookup import Drafter, weights_read
+from .lookup import Drafter, Weights
 from .mtp import Mtp
 from .row_choice import RowChoice
 
@@ -38,7 +38,7 @@ class MtpRounds(Drafter):
         self.slots = torch.arange(slots, device=head.device)
         self.choice: Optional[RowChoice] = None
         self.latest: tuple = ()  # after's arguments for the latest token that was read alone
-        self.takes = self.count * (weights_read(mtp) + head.numel()) / weights_read(model)
+        self.reads = self.count * (Weights(mtp).read() + head.numel())
 
     @torch.no_grad()
     def read(self, ids: torch.Tensor, token: torch.Tensor, hidden: torch.Tensor) -> None:
