@@ -2,6 +2,7 @@
 
     python benchmarks/compare_latent.py [--json FILE]      on a GPU
     python benchmarks/compare_latent.py --models           a token of models by CUDA graphs
+    python benchmarks/compare_latent.py --layers           attention of a layer with its projections
 
 The peer sends the whole cache through kv_b_proj at every token and calls SDPA, as transformers
 does. Times are by CUDA graph, over as many caches in turn as L2 does not hold. The floor is the
@@ -35,6 +36,7 @@ TOKENS = {  # batch, slots
 }
 ARGUMENTS = {
     **SECONDS,
+    "--layers": {"action": "store_true", "help": "a layer, not attention alone"},
     "--models": {"nargs": "*", "choices": TOKENS, "help": "tokens of models, not attention alone"},
 }
 WAYS = {
@@ -65,20 +67,14 @@ def expanded(q, latents, rotated, weight, N: int, mask) -> torch.Tensor:
     return o.transpose(1, 2)
 
 
-def errors(package, sizes: tuple) -> dict:
-    """Relative to fp64, of two sequences with padding and slots that are not filled."""
-    (H, C, N, R, V), B, S, filled = sizes, 2, 1000, 937
-    q, weight = 4 * normal(B, 1, H, N + R), normal(H * (N + V), C) * C**-0.5
-    latents, rotated = normal(B, 1, S, C), normal(B, 1, S, R)
-    mask = torch.ones(B, 1, 1, S, dtype=torch.bool, device="cuda")
-    mask[1, ..., :111] = mask[..., filled:] = False
-    call = partial(package.latent_attention_with_kvcache, qk_nope_head_dim=N, attention_mask=mask)
+def errors(package, y, q, latents, rotated, weight, N: int, mask) -> dict:
+    """Of a batch's first sequence, whose result y begins with: relative to fp64 of the same
+    inputs."""
+    first, some = (x[:1] for x in (q, latents, rotated)), mask[:1]
+    q, latents, rotated = first
     wide = (x.double() for x in (q, latents, rotated, weight))
-    right = call(*wide, torch.tensor(filled, device="cuda"))
-    found = {
-        "ours": call(q, latents, rotated, weight, torch.tensor(filled, device="cuda")),
-        "expanded": expanded(q, latents, rotated, weight, N, mask),
-    }
+    right = package.latent_attention_with_kvcache(*wide, qk_nope_head_dim=N, attention_mask=some)
+    found = {"ours": y[:1], "expanded": expanded(q, latents, rotated, weight, N, some)}
     return {name: relative_error(y, right) for name, y in found.items()}
 
 
@@ -102,6 +98,50 @@ def step_of(model, B: int, S: int):
         return model(token, past_key_values=cache, position_ids=place).logits
 
     return step
+
+
+def layers_of(model, B: int, S: int):
+    """Attention of all layers, each over its own full cache of S slots: what stands between the
+    norm before it and the residual's sum."""
+    import transformers
+
+    cache = transformers.StaticCache(config=model.config, max_cache_len=S)
+    model(torch.full((B, 1), 5, device="cuda"), past_key_values=cache)
+    lengths = torch.zeros(len(cache.layers), 2, dtype=torch.int64, device="cuda")
+    for layer, length in zip(cache.layers, lengths):
+        layer.keys.normal_()
+        layer.values.normal_()
+        layer.cumulative_length = length[0]
+    x, place = normal(B, 1, model.config.hidden_size), torch.full((B, 1), S - 1, device="cuda")
+    tables = model.model.rotary_emb(x, place)
+    mask = torch.ones(B, 1, 1, S, dtype=torch.bool, device="cuda")
+
+    def call():
+        lengths.fill_(S - 1)
+        for layer in model.model.layers:
+            y, _ = layer.self_attn(
+                hidden_states=x, position_embeddings=tables, attention_mask=mask,
+                position_ids=place, past_key_values=cache, use_cache=True,
+            )  # fmt: skip
+        return y
+
+    return call
+
+
+def layer_row(package, model, title: str, B: int, S: int) -> dict:
+    """Attention of a layer, transformers' and ours."""
+    call, replays, found = layers_of(model, B, S), {}, {}
+    for way in ("transformers", "ours"):
+        if WAYS[way]:
+            WAYS[way](package, model)
+        found[way] = call().clone()
+        replays[way] = graphed(call)
+        package.restore(model)
+    us = in_turns(replays, 5, partial(wall, least=0.05))
+    count = len(model.model.layers)
+    us = {way: time / count for way, time in us.items()}
+    what = f"{title}, attention of a layer with its projections, {B} x {S}"
+    return {"what": what, "us": us, "difference": differences(found)}
 
 
 def differences(logits: dict) -> dict:
@@ -159,7 +199,19 @@ def model_rows(package, names) -> Iterator[dict]:
 
 
 @torch.no_grad()
+def layer_rows(package) -> Iterator[dict]:
+    name = "glm4_moe_lite"
+    title, sizes = TOKENS[name]
+    model = model_of(name, mlp_layer_types=["dense"] * 8)  # no experts, which are not called
+    for B, S in sizes[:2]:
+        yield layer_row(package, model, title, B, S)
+
+
+@torch.no_grad()
 def rows(package, options) -> Iterator[dict]:
+    if options.layers:
+        yield from layer_rows(package)
+        return
     if options.models is not None:
         yield from model_rows(package, options.models)
         return
@@ -180,16 +232,19 @@ def rows(package, options) -> Iterator[dict]:
         us = {name: graph_ms(each) * 1e3 for name, each in calls.items()}
         peak = {name: memory(each[0])[1] for name, each in calls.items()}
         floor = (bytes_of_one + weight.numel() * 2) / SPEED
-        row = {"what": what, "us": us, "floor_us": floor, "peak_mib": peak}
-        if (B, S) == SIZES[0]:
-            row["error"] = errors(package, sizes)
-        yield row
+        y = calls["ours"][0]()
+        error = errors(package, y, q, *caches[0], weight, N, mask)
+        yield {"what": what, "us": us, "floor_us": floor, "peak_mib": peak, "error": error}
+        del calls, caches, y
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
     run(
         __doc__,
-        lambda options: "latent_attention" if options.models is None else "latent_models",
+        lambda options: (
+            "latent_models" if options.layers or options.models is not None else "latent_attention"
+        ),
         rows,
         ARGUMENTS,
         merge=True,

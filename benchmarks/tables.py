@@ -190,6 +190,11 @@ def of_peaks(record: dict) -> str:
     return by_way(record, "peak_mib", head, "{:.0f}", lambda name: title_of(name, record))
 
 
+def of_row_errors(record: dict) -> str:
+    head = "relative error against fp64"
+    return by_way(record, "error", head, "{:.1e}", lambda name: title_of(name, record))
+
+
 def of_differences(record: dict) -> str:
     head = "logits' relative difference from transformers'"
     return by_way(record, "difference", head, "{:.3f}", lambda name: title_of(name, record))
