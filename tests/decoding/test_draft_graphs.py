@@ -463,6 +463,7 @@ def test_pace():
 
 def test_weights_that_are_read():
     """Embeddings are not, and of experts those that are chosen: more by several tokens."""
+
     def read(model, tokens=1):
         return submodule("decoding.lookup").Weights(model).read(tokens)
 

@@ -81,8 +81,8 @@ class Weights:
                     self.always += x.numel()
 
     def read(self, tokens: int = 1) -> float:
-        """Of a call of so many tokens: of experts those that the tokens choose, each independently
-        of the others."""
+        """Weights that a call of so many tokens reads: of experts those that the tokens choose,
+        each independently of the others."""
         return self.always + sum(
             n * (1 - (1 - self.chosen / E) ** tokens) for E, n in self.stacks.items()
         )
