@@ -41,18 +41,10 @@ def _kvcache_attention_kernel(
     v_strides,
     mask_strides,  # of B, S
     len_step,
-    B,
-    S,
-    scale,
-    HQ: tl.constexpr,
-    HK: tl.constexpr,
-    D: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    B, S, scale,
+    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Attention of BLOCK_G heads over one part of the slots.
 
     For the product with V, P is split into a high and a low half-precision part, so that only the

@@ -36,17 +36,12 @@ def _sigmoid_gate_kernel(
     y_ptr,  # [M, N]; dx where dy is given
     dgate_ptr,  # [M, N] or None
     x_strides,  # of an outer, a middle and an inner row
-    gate_strides,
-    dy_strides,
-    M,
-    middle,
-    inner,
-    N,
+    gate_strides, dy_strides,
+    M, middle, inner, N,
     columns,  # tiles of a row
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,  # the next launch may begin before this one has ended
-):
+):  # fmt: skip
     """Computes BLOCK_M rows of BLOCK_N channels."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

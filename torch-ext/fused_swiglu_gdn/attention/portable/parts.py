@@ -29,17 +29,12 @@ def combine_kernel(
     len_ptr,  # [B], [] or None
     y_ptr,  # [B, ROWS, D]
     len_step,
-    B,
-    S,
-    SPLITS,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
-    NEW: tl.constexpr,
+    B, S, SPLITS,
+    ROWS: tl.constexpr, D: tl.constexpr, NEW: tl.constexpr,
     PARTS: tl.constexpr,  # SPLITS, rounded up to a power of two
     BLOCK_N: tl.constexpr,  # slots
-    BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Combines BLOCK_D channels of one row. A row that attends to no slot is 0."""
     BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)

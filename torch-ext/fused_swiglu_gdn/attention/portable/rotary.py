@@ -110,28 +110,15 @@ def _qk_norm_rope_kernel(
     y_q_ptr,  # [B, T, HQ, D]
     y_k_ptr,  # [B, T, HK, D]
     q_strides,  # of B, T, heads
-    k_strides,
-    v_strides,
+    k_strides, v_strides,
     turn_strides,  # of B, T in cos and sin
     key_strides,  # of B, heads, S in the cache
     value_strides,
-    T,
-    S,
-    eps,
-    offset,
-    HQ: tl.constexpr,
-    HK: tl.constexpr,
-    P: tl.constexpr,
-    U: tl.constexpr,
-    DV: tl.constexpr,
-    WHOLE: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_U: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    ANGLES: tl.constexpr,
-):
+    T, S, eps, offset,
+    HQ: tl.constexpr, HK: tl.constexpr, P: tl.constexpr, U: tl.constexpr, DV: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_U: tl.constexpr, BLOCK_V: tl.constexpr, ANGLES: tl.constexpr,
+):  # fmt: skip
     """The heads of a token: a program takes BLOCK_Q heads of q, or BLOCK_K of k or of v.
 
     Queries and keys of a token without a slot in the cache are NaN: the error is visible without a

@@ -109,26 +109,14 @@ def _qk_norm_rope_bwd_kernel(
     d_q_weight_ptr,  # [programs of q, D or HQ * D] fp32 or None
     d_k_weight_ptr,
     dq_strides,  # of B, T, heads
-    dk_strides,
-    q_strides,
-    k_strides,
+    dk_strides, q_strides, k_strides,
     turn_strides,  # of B, T in cos and sin
     tokens,  # B * T
-    T,
-    eps,
-    offset,
-    HQ: tl.constexpr,
-    HK: tl.constexpr,
-    P: tl.constexpr,
-    U: tl.constexpr,
-    WHOLE: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_U: tl.constexpr,
-    ANGLES: tl.constexpr,
-    TILES: tl.constexpr,
-):
+    T, eps, offset,
+    HQ: tl.constexpr, HK: tl.constexpr, P: tl.constexpr, U: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_U: tl.constexpr,
+    ANGLES: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
     """A program takes BLOCK_Q heads of q or BLOCK_K of k, at TILES tokens."""
     Q: tl.constexpr = (HQ + BLOCK_Q - 1) // BLOCK_Q
     K: tl.constexpr = (HK + BLOCK_K - 1) // BLOCK_K

@@ -63,17 +63,10 @@ def up_kernel(
     routing_ptr,
     z_ptr,  # [.., I] e4m3 by places
     z_scale_ptr,  # [I / 128, PLACES]
-    S,
-    E,
-    P,
-    places,
-    H: tl.constexpr,
-    I: tl.constexpr,
-    TOP_K: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    GROUP: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    S, E, P, places,
+    H: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr, HEIGHT: tl.constexpr,
+    GROUP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """z = silu(x Wg^T) * (x Wu^T) of a tile [HEIGHT, 128], rounded to bf16 as often as torch's
     operations are, quantised."""
     after_predecessor(PDL)
@@ -125,15 +118,9 @@ def down_kernel(
     ids_ptr,  # [S], without routing
     routing_ptr,
     y_ptr,  # [.., H] bf16 by places
-    S,
-    E,
-    places,
-    H: tl.constexpr,
-    I: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    GROUP: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    S, E, places,
+    H: tl.constexpr, I: tl.constexpr, HEIGHT: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """y = z Wd^T of a tile [HEIGHT, 128]."""
     after_predecessor(PDL)
     steps: tl.constexpr = I // _BLOCK

@@ -22,16 +22,10 @@ def spread_kernel(
     x_ptr,  # [T, H]
     q_ptr,  # [places, H] e4m3
     s_ptr,  # [H / 128, places] fp32
-    routing_ptr,
-    S,
-    E,
-    places,
+    routing_ptr, S, E, places,
     stride_x,  # of a row
-    H: tl.constexpr,
-    TOP_K: tl.constexpr,
-    GROUPS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    H: tl.constexpr, TOP_K: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """A program takes GROUPS times 128 columns of a token."""
     token, group, offs = columns_of_row(GROUPS, PDL)
     here = group < H // _BLOCK

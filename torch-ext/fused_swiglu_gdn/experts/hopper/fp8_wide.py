@@ -193,16 +193,9 @@ def wide_kernel(
     out_desc,  # [places, N] in boxes [HALF, STEP]: e4m3, or bf16
     w_scale_ptr,  # one for 128 x 128 values of w
     out_scale_ptr,  # [N / 128, places] of e4m3
-    routing_ptr,
-    S,
-    E,
-    places,
-    K: gl.constexpr,
-    N: gl.constexpr,
-    GATE: gl.constexpr,
-    DEPTH: gl.constexpr,
-    PDL: gl.constexpr,
-):
+    routing_ptr, S, E, places,
+    K: gl.constexpr, N: gl.constexpr, GATE: gl.constexpr, DEPTH: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
     """silu(a Wg^T) * (a Wu^T) quantised, or a Wd^T; programs stride over tiles [BM, 128 or 256]."""
     if PDL:
         hw.wait_for_predecessor()

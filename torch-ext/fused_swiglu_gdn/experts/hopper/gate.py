@@ -215,17 +215,12 @@ def gate_gradient_kernel(
     weights_ptr,  # [S] by entries
     wz_ptr,  # [.., I] by places
     parts_ptr,  # [.., PARTS] fp32 by places: <dout Wd, z> of PART columns; or None
-    routing_ptr,
-    S,
-    E,
+    routing_ptr, S, E,
     DEPTH: gl.constexpr,
     I: gl.constexpr,  # noqa: E741
-    ACTIVATION: gl.constexpr,
-    LIMIT: gl.constexpr,
-    GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
+    ACTIVATION: gl.constexpr, LIMIT: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
-):
+):  # fmt: skip
     """Stores dgate and dup, w z, and the parts of dw; programs stride over tiles [BM, BN]."""
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

@@ -230,18 +230,10 @@ def weight_strips_kernel(
     a_desc,  # [.., M] by places, in boxes [CHUNK, TILE]
     b_desc,  # [.., N] by places, in boxes [CHUNK, TILE]
     out_desc,  # [E, M, N] in boxes [1, TILE, 64]
-    routing_ptr,
-    E,
-    height,
-    TILES_M: gl.constexpr,
-    TILES_N: gl.constexpr,
-    HELD: gl.constexpr,
-    MOST: gl.constexpr,
-    STAGES: gl.constexpr,
-    BUFFERS: gl.constexpr,
-    SPAN: gl.constexpr,
-    REGISTERS: gl.constexpr,
-):
+    routing_ptr, E, height,
+    TILES_M: gl.constexpr, TILES_N: gl.constexpr, HELD: gl.constexpr, MOST: gl.constexpr,
+    STAGES: gl.constexpr, BUFFERS: gl.constexpr, SPAN: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
     """out[e] = a^T b over the rows of expert e; zeros for an expert without rows."""
     OUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     BAR: gl.constexpr = hw.mbarrier.MBarrierLayout()

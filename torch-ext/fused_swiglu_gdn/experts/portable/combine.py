@@ -22,13 +22,9 @@ def _combine_kernel(
     b_ptr,  # [E, H], or None
     routing_ptr,  # None: an entry is its own place
     out_ptr,  # [T, H]
-    S,
-    E,
-    H: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    S, E,
+    H: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """out[t] = sum_k w[t, k] (y[its place] + b[its expert]) for BLOCK columns: k in order, fp32,
     rounded once."""
     after_predecessor(PDL)
@@ -80,12 +76,9 @@ def combine(
 def _weights_gradient_kernel(
     parts_ptr,  # [.., PARTS] fp32 by places
     out_ptr,  # [S] by entries
-    routing_ptr,
-    S,
-    E,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    routing_ptr, S, E,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """dw[entry] = sum of the parts at its place, in order; 0 if the expert is on another rank."""
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     place_ptr = place_of_entry(routing_ptr, S, E) + entry

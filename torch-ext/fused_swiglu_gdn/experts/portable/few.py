@@ -26,15 +26,9 @@ def _few_up_kernel(
     ids_ptr,  # [S]
     z_ptr,  # [S, I]
     E,
-    H: tl.constexpr,
-    I: tl.constexpr,
-    TOP_K: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    LIMIT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    H: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr, ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """z of one entry and BLOCK_N columns. Entries are the fast axis, so equal experts share L2."""
     after_predecessor(PDL)
     columns = (I + BLOCK_N - 1) // BLOCK_N
@@ -78,14 +72,10 @@ def _few_down_kernel(
     weights_ptr,  # [S]
     out_ptr,  # [T, H]
     E,
-    H: tl.constexpr,
-    I: tl.constexpr,
-    TOP_K: tl.constexpr,
+    H: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr,
     SLOTS: tl.constexpr,  # TOP_K, rounded up to a power of two
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """out of one token and BLOCK_N columns, all its slots at once.
 
     PDL: the kernel begins while _few_up_kernel runs; its first weights arrive before z is written.

@@ -44,14 +44,9 @@ def _written(row, end, height):
 def _spread_kernel(
     x_ptr,  # [T, WIDTH]
     out_ptr,  # [.., WIDTH] by places
-    routing_ptr,
-    S,
-    E,
-    height,
-    WIDTH: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    routing_ptr, S, E, height,
+    WIDTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Copies a token's row of x to its TOP_K places; the last E programs write an expert's
     zeros."""
     columns: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
@@ -183,23 +178,12 @@ def _gate_gradient_kernel(
     weights_ptr,  # [S] by entries
     wz_ptr,  # [.., I] by places: w z; or None
     parts_ptr,  # [.., PARTS] fp32 by places: <dout Wd, z> of each tile's columns; or None
-    routing_ptr,
-    S,
-    E,
-    H: tl.constexpr,
-    I: tl.constexpr,
-    TOP_K: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    LIMIT: tl.constexpr,
-    ROWS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    FLAT: tl.constexpr,
+    routing_ptr, S, E,
+    H: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr, ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr, ROWS: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, FLAT: tl.constexpr,
     TAILS: tl.constexpr,
-):
+):  # fmt: skip
     """Stores dgate and dup, w z, and the parts of dw; tiles [BLOCK_M, BLOCK_N].
 
     INTERLEAVED: columns of dgate and dup alternate. TAILS: tiles with few rows are computed at half

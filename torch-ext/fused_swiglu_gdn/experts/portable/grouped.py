@@ -30,17 +30,12 @@ def _grouped_topk_kernel(
     scale,
     K: tl.constexpr,
     SLOTS: tl.constexpr,  # K, rounded up to a power of two
-    SOFTMAX: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    LEAST: tl.constexpr,
-    GROUPS: tl.constexpr,
+    SOFTMAX: tl.constexpr, RENORMALIZE: tl.constexpr, LEAST: tl.constexpr, GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
     CHOSEN: tl.constexpr,  # groups of a token
-    BY_TWO: tl.constexpr,
-    GROUPS_PADDED: tl.constexpr,
-    SIZE_PADDED: tl.constexpr,
+    BY_TWO: tl.constexpr, GROUPS_PADDED: tl.constexpr, SIZE_PADDED: tl.constexpr,
     PDL: tl.constexpr,  # the next launch may begin before this one has ended
-):
+):  # fmt: skip
     after_predecessor(PDL)
     token = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, GROUPS_PADDED * SIZE_PADDED)

@@ -118,22 +118,11 @@ def _up_kernel(
     b_ptr,  # [E, 2 I], as the weights lie; or None
     z_ptr,  # [.., I] by places, or None
     gate_up_ptr,  # [S, 2 I] by rows: gate beside up; or None
-    routing_ptr,
-    S,
-    E,
-    H: tl.constexpr,
-    I: tl.constexpr,
-    TOP_K: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    LIMIT: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    FLAT: tl.constexpr,
-    TAILS: tl.constexpr,
-):
+    routing_ptr, S, E,
+    H: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr, ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr, LAYOUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP: tl.constexpr, FLAT: tl.constexpr, TAILS: tl.constexpr,
+):  # fmt: skip
     """z = act(x Wg^T) * (x Wu^T); programs stride over tiles [BLOCK_M, BLOCK_N].
 
     TAILS: tiles with few rows are computed at half the height. LAYOUT of the weights: "rows", [2 E,
@@ -185,20 +174,11 @@ def _rows_kernel(
     tail_desc,  # the same in blocks of half the height, or None
     w_desc,  # [E, N, WIDTH] in blocks [1, BLOCK_N, BLOCK_K]; not TRANSPOSED: [E, WIDTH, N]
     y_desc,  # [.., N] by places, in blocks [BLOCK_M, BLOCK_N / 2]; or None
-    y_ptr,
-    routing_ptr,
-    S,
-    E,
-    N: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    FLAT: tl.constexpr,
+    y_ptr, routing_ptr, S, E,
+    N: tl.constexpr, WIDTH: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, FLAT: tl.constexpr,
     TAILS: tl.constexpr,
-):
+):  # fmt: skip
     """y = a W[e]^T, or a W[e], of each place; programs stride over tiles [BLOCK_M, BLOCK_N].
 
     TAILS: tiles with few rows are computed at half the height.

@@ -25,14 +25,9 @@ def _store_best(
     out,  # pointers to weights [T, K] and ids [T, K]
     token,
     keys,  # [EXPERTS], as scores and the experts' numbers e
-    e,
-    scores,
-    scale,
-    K: tl.constexpr,
-    SLOTS: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    LEAST: tl.constexpr,
-):
+    e, scores, scale,
+    K: tl.constexpr, SLOTS: tl.constexpr, RENORMALIZE: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
     """Stores the K experts of a token with the largest keys, the largest first."""
     weights_ptr, ids_ptr = out
     slot = tl.arange(0, SLOTS)

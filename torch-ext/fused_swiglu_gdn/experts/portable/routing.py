@@ -124,12 +124,9 @@ def _count(ids_ptr, start, stop, E, EXPERTS: tl.constexpr, CHUNK: tl.constexpr):
 def _count_kernel(
     ids_ptr,  # [S] int32 or int64
     counts_ptr,  # [blocks + 1, EXPERTS] int32
-    S,
-    E,
-    EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    S, E,
+    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """counts[block, e]: number of entries of a block that go to expert e."""
     after_predecessor(PDL)
     block = tl.program_id(0)
@@ -142,11 +139,8 @@ def _count_kernel(
 def _scan_kernel(
     counts_ptr,  # [blocks + 1, EXPERTS] int32
     blocks,
-    EXPERTS: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_B: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Replaces counts[block, e] by the sum over all earlier blocks; the last row gets the
     totals."""
     after_predecessor(PDL)
@@ -167,16 +161,11 @@ def _place_kernel(
     ids_ptr,  # [S] int32 or int64
     counts_ptr,  # [blocks + 1, EXPERTS] as _scan_kernel leaves them; None: counted here
     routing_ptr,  # see the top of this file
-    S,
-    E,
-    blocks,
+    S, E, blocks,
     height,  # rows of a tile
-    EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    STEP: tl.constexpr,
+    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """row = first row of the expert + its entries before this one; a program takes BLOCK entries.
 
     The entry whose row is the first of a tile writes the tile.

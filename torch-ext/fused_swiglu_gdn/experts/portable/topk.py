@@ -36,16 +36,13 @@ def _topk_kernel(
     bias_ptr,  # [E], or None
     weights_ptr,  # [T, K]
     ids_ptr,  # [T, K] int64
-    scale,
-    E,
+    scale, E,
     K: tl.constexpr,
     SLOTS: tl.constexpr,  # K, rounded up to a power of two
-    SOFTMAX: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    LEAST: tl.constexpr,
+    SOFTMAX: tl.constexpr, RENORMALIZE: tl.constexpr, LEAST: tl.constexpr,
     EXPERTS: tl.constexpr,  # E, rounded up
     PDL: tl.constexpr,  # the next launch may begin before this one has ended
-):
+):  # fmt: skip
     after_predecessor(PDL)
     token = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, EXPERTS)
@@ -65,15 +62,11 @@ def _topk_backward_kernel(
     logits_ptr,  # [T, E]
     ids_ptr,  # [T, K]
     dlogits_ptr,  # [T, E]
-    scale,
-    E,
-    K: tl.constexpr,
-    SOFTMAX: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    LEAST: tl.constexpr,
+    scale, E,
+    K: tl.constexpr, SOFTMAX: tl.constexpr, RENORMALIZE: tl.constexpr, LEAST: tl.constexpr,
     EXPERTS: tl.constexpr,
     PDL: tl.constexpr,  # as above
-):
+):  # fmt: skip
     after_predecessor(PDL)
     token = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, EXPERTS)

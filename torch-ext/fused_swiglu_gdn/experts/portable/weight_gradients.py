@@ -39,19 +39,10 @@ def _weight_gradient_kernel(
     a_desc,  # [.., M] by places, in blocks [BLOCK_K, BLOCK_M]
     b_desc,  # [.., N] by places, in blocks [BLOCK_K, BLOCK_N]
     out_desc,  # [E, M, N] in blocks [1, BLOCK_M, BLOCK_N / 2], or None
-    out_ptr,
-    routing_ptr,
-    E,
-    height,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    ADD: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    FLAT: tl.constexpr,
-):
+    out_ptr, routing_ptr, E, height,
+    M: tl.constexpr, N: tl.constexpr, ADD: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, FLAT: tl.constexpr,
+):  # fmt: skip
     """out[e] = a^T b over the rows of expert e, in their order; ADD: added to the values there.
 
     Programs stride over tiles [BLOCK_M, BLOCK_N] of experts; zeros for an expert without rows.

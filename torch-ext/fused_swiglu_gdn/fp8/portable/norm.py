@@ -45,15 +45,10 @@ def _norm_quantise_kernel(
     total_ptr,  # [M, D], with a residual
     q_ptr,  # [P, D] e4m3
     s_ptr,  # [ceil(D / 128), P] fp32
-    M,
-    P,
-    eps,
-    offset,
-    D: tl.constexpr,
-    LLAMA: tl.constexpr,
-    GROUPS: tl.constexpr,
+    M, P, eps, offset,
+    D: tl.constexpr, LLAMA: tl.constexpr, GROUPS: tl.constexpr,
     PDL: tl.constexpr,  # it may begin before what it follows has ended
-):
+):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

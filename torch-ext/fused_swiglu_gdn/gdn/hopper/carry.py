@@ -24,16 +24,11 @@ def _word(x, k, HV):
 
 @triton.jit
 def _keep_start(
-    at,
-    pool_ptr,
-    index_ptr,
+    at, pool_ptr, index_ptr,
     pool_step,
-    n,
-    head,
-    e,
-    HV,
+    n, head, e, HV,
     V_FIRST: tl.constexpr,
-):
+):  # fmt: skip
     """Copies columns e of the state before sequence n to `at`.
 
     The sequence's last segment may overwrite that row of the pool.

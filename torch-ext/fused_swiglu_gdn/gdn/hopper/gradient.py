@@ -262,15 +262,11 @@ def gdn_gradient_kernel(
     by_key_ptr,  # [rows, HV, 8, C] fp32
     ends_ptr,  # [rows, HV] fp32: <S, dS>
     g_strides,  # of B, T, HV
-    T,
-    N,
+    T, N,
     NT,  # ceil(T / C), equal length
     scale,
     count,  # chunk rows times H
-    H: gl.constexpr,
-    R: gl.constexpr,
-    NORM: gl.constexpr,
-    KEY_REGISTERS: gl.constexpr,
+    H: gl.constexpr, R: gl.constexpr, NORM: gl.constexpr, KEY_REGISTERS: gl.constexpr,
     FEW_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Allocates the shared memory of a CTA and starts its partitions."""

@@ -263,11 +263,8 @@ def gdn_states_kernel(
     decay_ptr,  # [rows, HV] fp32: log2 of a bound of the norm of a chunk's transition; or None
     first_strides,  # of N, HV, K, V
     last_strides,
-    T,
-    HV,
-    H,
-    REVERSE: gl.constexpr,
-    LOAD_REGISTERS: gl.constexpr,
+    T, HV, H,
+    REVERSE: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """64 columns of V of one value head of one sequence, in one direction."""
     if REVERSE:

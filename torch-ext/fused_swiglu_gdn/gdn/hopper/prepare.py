@@ -150,15 +150,12 @@ def gdn_prepare_fwd_kernel(
     decay_ptr,  # [rows, HV] fp32
     g_strides,  # of B, T, HV
     beta_strides,
-    T,
-    N,
+    T, N,
     NT,  # ceil(T / C), equal length
     scale,
-    HV: gl.constexpr,
-    R: gl.constexpr,
-    W: gl.constexpr,
+    HV: gl.constexpr, R: gl.constexpr, W: gl.constexpr,
     BETA_MAX: gl.constexpr,  # beta is a logit, and BETA_MAX * sigmoid(beta) is meant; 0: as given
-):
+):  # fmt: skip
     """Tb, P, F and decay of one chunk and W of the R value heads of one key head."""
     TILE: gl.constexpr = tile_layout(W)
     PAIR: gl.constexpr = pair_layout(W)

@@ -115,25 +115,16 @@ def _beta_bwd_kernel(
     dbeta_ptr,  # [B, T, HV]
     k_strides,  # of B, T, H
     v_strides,  # of B, T, HV
-    beta_strides,
-    do_strides,
-    T,
-    N,
+    beta_strides, do_strides,
+    T, N,
     NT,  # ceil(T / C), equal length
-    H: tl.constexpr,
-    R: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
+    H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     HEADS: tl.constexpr,  # HV or the next power of two
-    STEP: tl.constexpr,
-    NORM: tl.constexpr,
+    STEP: tl.constexpr, NORM: tl.constexpr,
     BETA_MAX: tl.constexpr,  # 0: beta as given
-    SMALL: tl.constexpr,
-    FEW_TOKENS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    SMALL: tl.constexpr, FEW_TOKENS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     PREC: tl.constexpr,
-):
+):  # fmt: skip
     """dbeta of a chunk's tokens with |beta| < SMALL in any value head, or of all if they are at
     most FEW."""
     HV: tl.constexpr = H * R

@@ -38,15 +38,12 @@ def _gates_bwd_kernel(
     sums_ptr,  # [2, rows, HV] fp32, or None: the chunk's share of dA_log and ddt_bias
     g_strides,  # of B, T, HV
     beta_strides,
-    T,
-    N,
+    T, N,
     NT,  # ceil(T / C), equal length
-    HV: tl.constexpr,
-    NQ: tl.constexpr,
-    NK: tl.constexpr,
+    HV: tl.constexpr, NQ: tl.constexpr, NK: tl.constexpr,
     BETA_MAX: tl.constexpr,  # 0: beta as given
     LOW: tl.constexpr,  # of Tb
-):
+):  # fmt: skip
     """dg and dbeta of one chunk and value head."""
     pid = tl.program_id(0)
     row = pid // HV

@@ -40,19 +40,13 @@ def _key_bwd_kernel(
     ends_ptr,  # [rows, HV, NV] fp32: <S, dS>
     q_strides,  # of B, T, H
     k_strides,
-    T,
-    N,
+    T, N,
     NT,  # ceil(T / C), equal length
-    H: tl.constexpr,
-    R: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    NORM: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    STAGES: tl.constexpr,
+    H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, NORM: tl.constexpr,
+    BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
     HALVES: tl.constexpr,  # of K, one after another, in the keys' own products
     PREC: tl.constexpr,
-):
+):  # fmt: skip
     """dK of one chunk and key head, over its R value heads; the keys' terms of dG."""
     HV: tl.constexpr = H * R
     NV: tl.constexpr = V // BLOCK_V

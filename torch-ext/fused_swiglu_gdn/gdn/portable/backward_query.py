@@ -93,20 +93,14 @@ def _query_bwd_kernel(
     k_strides,
     g_strides,  # of B, T, HV
     do_strides,
-    T,
-    N,
+    T, N,
     NT,  # ceil(T / C), equal length
     scale,
-    H: tl.constexpr,
-    R: tl.constexpr,
+    H: tl.constexpr, R: tl.constexpr,
     HEADS: tl.constexpr,  # R or the next power of two
-    K: tl.constexpr,
-    V: tl.constexpr,
-    NORM: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    STAGES: tl.constexpr,
-    PREC: tl.constexpr,
-):
+    K: tl.constexpr, V: tl.constexpr, NORM: tl.constexpr, BLOCK_V: tl.constexpr,
+    STAGES: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
     """dQ of one chunk and key head, over its R value heads; the queries' terms of dG."""
     HV: tl.constexpr = H * R
     NV: tl.constexpr = V // BLOCK_V

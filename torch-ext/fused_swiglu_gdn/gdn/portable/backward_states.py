@@ -166,17 +166,11 @@ def _states_bwd_kernel(
     v_strides,  # of B, T, HV
     do_strides,
     s0_strides,  # of N, HV, K, V
-    ds1_strides,
-    ds0_strides,
+    ds1_strides, ds0_strides,
     T,
-    H: tl.constexpr,
-    R: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    STAGES: tl.constexpr,
-    PREC: tl.constexpr,
-):
+    H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
+    STAGES: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
     """One of the two passes for BLOCK_V columns of one value head of one sequence."""
     HV: tl.constexpr = H * R
     NV: tl.constexpr = V // BLOCK_V

@@ -21,16 +21,10 @@ def _chain_kernel(
     given_ptr,  # [pieces, HV, K, V] or None
     out_ptr,  # [pieces, HV, K, V] fp32
     given_strides,  # of pieces, HV, K, V
-    HV,
-    WIDTH,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    PREC: tl.constexpr,
-):
+    HV, WIDTH,
+    K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, BACKWARD: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
     """BLOCK_V columns of the state of one value head, transposed: S^T <- N^T + S^T M^T."""
     NV: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     pid = tl.program_id(0)

@@ -46,24 +46,17 @@ def _transition_kernel(
     o_ptr,  # [B, T, HV, V]: N and M, fp32, go where word_at_cut says
     k_strides,  # of B, T, H
     v_strides,  # of B, T, HV
-    T,
-    N,
+    T, N,
     NS,  # segments a sequence, equal length
     ROW,  # chunks of a row of programs: the shortest segment's
-    H: tl.constexpr,
-    R: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
+    H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     LONGEST: tl.constexpr,  # chunks of the longest segment
-    BLOCK_S: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     BEHIND: tl.constexpr,  # tokens behind a cut at least
     SLICE: tl.constexpr,  # columns of a program of the scan
     WORDS: tl.constexpr,  # fp32 words in those of a row of o
-    STAGES: tl.constexpr,
-    PREC: tl.constexpr,
-):
+    STAGES: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
     """BLOCK_V columns of [N, M] of one value head of one segment, stored transposed."""
     HV: tl.constexpr = H * R
     NV: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
@@ -141,18 +134,10 @@ def _carry_kernel(
     s0_strides,  # of sequence or slot, HV, K, V
     T,
     SHORTEST,  # chunks of the shortest segment
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    LONGEST: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BEHIND: tl.constexpr,
-    SLICE: tl.constexpr,
-    WORDS: tl.constexpr,
-    STAGES: tl.constexpr,
-    PREC: tl.constexpr,
-):
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, LONGEST: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BEHIND: tl.constexpr, SLICE: tl.constexpr,
+    WORDS: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
     """S <- M S + N over the segments of a sequence; every S replaces its N.
 
     S_0 is stored in the first segment's rows: the last segment may overwrite the row of the pool

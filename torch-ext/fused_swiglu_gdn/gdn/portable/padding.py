@@ -45,19 +45,10 @@ def _zero_rows(ptr, cu_ptr, T, N, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 def _padding_kernel(
     cu_ptr,  # [N + 1]
     a_ptr,  # [T, A] or None, as all
-    b_ptr,
-    c_ptr,
-    d_ptr,
-    e_ptr,
-    T,
-    N,
-    A: tl.constexpr,
-    B: tl.constexpr,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    E: tl.constexpr,
+    b_ptr, c_ptr, d_ptr, e_ptr, T, N,
+    A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     _zero_rows(a_ptr, cu_ptr, T, N, A, BLOCK)
     _zero_rows(b_ptr, cu_ptr, T, N, B, BLOCK)
     _zero_rows(c_ptr, cu_ptr, T, N, C, BLOCK)

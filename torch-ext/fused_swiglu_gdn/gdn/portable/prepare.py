@@ -115,17 +115,10 @@ def _prepare_key(
     g_strides,  # of B, T, HV
     beta_strides,
     ok,  # [C]
-    hv0,
-    heads,
-    scale,
-    K: tl.constexpr,
-    L2NORM: tl.constexpr,
-    BETA_MAX: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    UNITS: tl.constexpr,
-    GATES: tl.constexpr,
-    PREC: tl.constexpr,
-):
+    hv0, heads, scale,
+    K: tl.constexpr, L2NORM: tl.constexpr, BETA_MAX: tl.constexpr, BLOCK_K: tl.constexpr,
+    UNITS: tl.constexpr, GATES: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
     """P, F and the gates of one chunk and key head; stores K K^T at kept_ptr."""
     t = tl.arange(0, 64)
     i = t[:, None]
@@ -188,23 +181,16 @@ def _prepare_kernel(
     k_strides,
     g_strides,  # of B, T, HV
     beta_strides,
-    T,
-    N,
+    T, N,
     NT,  # ceil(T / C), equal length
     scale,
-    H: tl.constexpr,
-    R: tl.constexpr,
-    K: tl.constexpr,
-    L2NORM: tl.constexpr,
+    H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, L2NORM: tl.constexpr,
     BETA_MAX: tl.constexpr,  # beta is a logit, and BETA_MAX * sigmoid(beta) is meant; 0: as given
     KEYS: tl.constexpr,  # key heads of a program
     UNITS: tl.constexpr,  # value heads of a program, at most
-    BLOCK_K: tl.constexpr,
-    GATES: tl.constexpr,
-    LATER: tl.constexpr,
-    DOT: tl.constexpr,
+    BLOCK_K: tl.constexpr, GATES: tl.constexpr, LATER: tl.constexpr, DOT: tl.constexpr,
     PREC: tl.constexpr,
-):
+):  # fmt: skip
     """Tb, P and F of a chunk and up to UNITS value heads.
 
     They are the heads of KEYS key heads, or a part of the heads of one.

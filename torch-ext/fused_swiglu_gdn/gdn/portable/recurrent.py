@@ -66,25 +66,15 @@ def _gdn_recurrent_fwd_kernel(
     # of a token and a head in q, k, v; a token in g, beta; a row of initial, final; a sequence in
     # read_ptr with accepted_ptr
     strides,
-    T,
-    scale,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    L2NORM: tl.constexpr,
-    BETA_MAX: tl.constexpr,
-    V_FIRST: tl.constexpr,
-    ALL_STATES: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    T, scale,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L2NORM: tl.constexpr,
+    BETA_MAX: tl.constexpr, V_FIRST: tl.constexpr, ALL_STATES: tl.constexpr, COLUMNS: tl.constexpr,
     FIRST: tl.constexpr,  # the first row of a pool that is no null slot
     HEAD: tl.constexpr,  # elements from a head of a state to the next, and from a row
-    ROW: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    ROW: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     CHANNELS: tl.constexpr,  # every channel of the keys has a gate of its own
     LOWER: tl.constexpr,  # of a bounded gate, or None
-):
+):  # fmt: skip
     """A program runs BLOCK_V columns of one state of one sequence through all of its tokens."""
     K_AXIS: tl.constexpr = 1 if V_FIRST else 0
     n, hv, offs_k, offs_v, offs_s = state_tile(

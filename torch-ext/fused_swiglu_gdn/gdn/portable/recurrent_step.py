@@ -46,24 +46,13 @@ def _gdn_recurrent_step_kernel(
     write_ptr,  # [N] rows of final_ptr, or None
     strides,  # of a row and a head in q, k, v; a row in g, beta, initial, final
     scale,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    L2NORM: tl.constexpr,
-    BETA_MAX: tl.constexpr,
-    V_FIRST: tl.constexpr,
-    INPLACE: tl.constexpr,
-    FIRST: tl.constexpr,
-    HEAD: tl.constexpr,
-    ROW: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    RELOAD: tl.constexpr,
-    EVICT: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L2NORM: tl.constexpr,
+    BETA_MAX: tl.constexpr, V_FIRST: tl.constexpr, INPLACE: tl.constexpr, FIRST: tl.constexpr,
+    HEAD: tl.constexpr, ROW: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    RELOAD: tl.constexpr, EVICT: tl.constexpr,
     CHANNELS: tl.constexpr,  # every channel of the keys has a gate of its own
     LOWER: tl.constexpr,  # of a bounded gate, or None
-):
+):  # fmt: skip
     """A program takes one token and BLOCK_V columns of one state.
 
     INPLACE writes the tile where it was read, which takes no registers for another address. FIRST

@@ -83,19 +83,10 @@ def replay_products_kernel(
     factors_ptr,  # [N, HV, T, 2, R + T + 2]
     strides,  # of a sequence, token and head in q, k, v; a sequence and token in g, beta; of rows
     scale,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    T: tl.constexpr,
-    R: tl.constexpr,
-    MAX_TOKENS: tl.constexpr,
-    FIRST: tl.constexpr,
-    L2NORM: tl.constexpr,
-    BETA_MAX: tl.constexpr,
-    PDL: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, T: tl.constexpr, R: tl.constexpr,
+    MAX_TOKENS: tl.constexpr, FIRST: tl.constexpr, L2NORM: tl.constexpr, BETA_MAX: tl.constexpr,
+    PDL: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
     """A program takes one value head: the factors of its tokens for the ring's rows and their own.
 
         u_t = b v - (f S_0 k_t + sum_j f_j u_j)    o_t = F S_0 q_t + sum_j F_j u_j
@@ -182,21 +173,11 @@ def replay_kernel(
     factors_ptr,  # [N, HV, T, 2, R + T + 2], of replay_products_kernel
     o_ptr,  # [N, T, HV, V]
     strides,  # of a sequence, token and head in q, k, v; a sequence and token in g, beta; of rows
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    T: tl.constexpr,
-    R: tl.constexpr,
-    MAX_TOKENS: tl.constexpr,
-    FIRST: tl.constexpr,
-    PDL: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    K_PART: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, T: tl.constexpr,
+    R: tl.constexpr, MAX_TOKENS: tl.constexpr, FIRST: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, K_PART: tl.constexpr,
     EVICT: tl.constexpr,
-):
+):  # fmt: skip
     """A program takes T tokens and BLOCK_V rows of one state."""
     COLUMNS: tl.constexpr = R + T + 2
     n, hv, offs_k, offs_v, offs_s = replay_tile(HV, K, V, BLOCK_K, BLOCK_V, K_PART)
@@ -272,11 +253,8 @@ def advance_kernel(
     force_ptr,  # [N] or None
     rows_ptr,  # [N] or None
     N,
-    R: tl.constexpr,
-    MAX_TOKENS: tl.constexpr,
-    FIRST: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    R: tl.constexpr, MAX_TOKENS: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = n < N
     first = tl.load(cursor_ptr + 2 * n, mask=there, other=0)
@@ -307,17 +285,10 @@ def materialise_kernel(
     rows_ptr,  # [N] or None
     out_ptr,  # [N, HV, V, K], or None: in place
     strides,  # of a row in state, ring_k, ring_u, ring_g
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    R: tl.constexpr,
-    FIRST: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
+    FIRST: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
     K_PART: tl.constexpr,
-):
+):  # fmt: skip
     """A program takes BLOCK_V rows of one state."""
     n, hv, offs_k, offs_v, offs_s = replay_tile(HV, K, V, BLOCK_K, BLOCK_V, K_PART)
     mask = (offs_k < K)[None, :, :] & (offs_v < V)[:, None, None]

@@ -117,24 +117,17 @@ def _scan_kernel(
     v_strides,  # of B, T, HV
     s0_strides,  # of sequence or slot, HV, K, V
     s1_strides,
-    T,
-    N,
+    T, N,
     NS,  # segments a sequence, equal length
     ROW,  # chunks of a row of programs: the shortest segment's
     E,
-    H: tl.constexpr,
-    R: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    V_FIRST: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     LONGEST: tl.constexpr,  # chunks of the longest segment
     BEHIND: tl.constexpr,  # tokens behind a cut at least; 0 where no sequence is cut
     WORDS: tl.constexpr,  # fp32 words in BLOCK_V columns of o
-    STAGES: tl.constexpr,
-    PREC: tl.constexpr,
-):
+    STAGES: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
     """BLOCK_V columns of one value head of one segment, from its first token to its last.
 
     ke_ptr: of Kimi Delta Attention (kda/portable/prepare.py), where the row factors are in the

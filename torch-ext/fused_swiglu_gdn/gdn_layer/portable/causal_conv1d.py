@@ -52,16 +52,10 @@ def conv_tile(
     row,  # index in the batch
     t0,
     d0,  # the tile's first channel
-    T,
-    D,
-    N,
-    STEPS,
-    W: tl.constexpr,
-    SILU: tl.constexpr,
-    PTX: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    T, D, N, STEPS,
+    W: tl.constexpr, SILU: tl.constexpr, PTX: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
-):
+):  # fmt: skip
     """y of BLOCK_T tokens and BLOCK_D channels."""
     offs_t = t0 + tl.arange(0, BLOCK_T)
     local_d = tl.arange(0, BLOCK_D)
@@ -116,15 +110,9 @@ def final_tile(
     final_ptr,  # [N, D, S]
     x_strides,  # of T, D
     initial_strides,  # of N, D, W - 1
-    n,
-    d0,
-    T,
-    D,
-    W: tl.constexpr,
-    S: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    n, d0, T, D,
+    W: tl.constexpr, S: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """The last S inputs of a sequence; before its first token its initial state, or zeros."""
     first = n.to(tl.int64) * 0
     length = first + T
@@ -180,20 +168,10 @@ def _causal_conv1d_fwd_kernel(
     x_strides,  # of B, T, D
     y_strides,  # of B, T, D
     initial_strides,  # of N, D, W - 1
-    T,
-    D,
-    N,
-    TILES_T,
-    STEPS,
-    W: tl.constexpr,
-    SILU: tl.constexpr,
-    PTX: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    RUN: tl.constexpr,
-    QUADS: tl.constexpr,
-    ALONG: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    T, D, N, TILES_T, STEPS,
+    W: tl.constexpr, SILU: tl.constexpr, PTX: tl.constexpr, BLOCK_T: tl.constexpr,
+    RUN: tl.constexpr, QUADS: tl.constexpr, ALONG: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """A program makes a tile of y; programs past the last tile make one final state each.
 
     RUN: by rows; QUADS: by quads of tokens; PTX: silu and rounding by instructions of NVIDIA GPUs;

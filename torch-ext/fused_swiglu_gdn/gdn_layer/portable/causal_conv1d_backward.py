@@ -102,21 +102,13 @@ def _causal_conv1d_bwd_kernel(
     dx_ptr,  # [B, D, T]
     sums_ptr,  # [B, P, W + 1, D] fp32: the group's share of dweight by tap and of dbias
     x_strides,  # of B, T, D
-    dy_strides,
-    dx_strides,
+    dy_strides, dx_strides,
     initial_strides,  # of N, D, W - 1
-    T,
-    D,
-    N,
-    P,
-    STEPS,
+    T, D, N, P, STEPS,
     W: tl.constexpr,
     TAPS: tl.constexpr,  # W + 1 or the next power of two
-    SILU: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    TILES: tl.constexpr,
-):
+    SILU: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
     """dx of TILES tiles of BLOCK_T tokens and BLOCK_D channels, and their contribution to
     dweight."""
     tiles_d = tl.cdiv(D, BLOCK_D)

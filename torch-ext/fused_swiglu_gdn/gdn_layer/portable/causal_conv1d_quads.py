@@ -73,14 +73,10 @@ def conv_quads(
     y_step,
     t0,
     d0,  # the tile's first channel
-    T,
-    D,
-    W: tl.constexpr,
-    SILU: tl.constexpr,
-    PTX: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    T, D,
+    W: tl.constexpr, SILU: tl.constexpr, PTX: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
-):
+):  # fmt: skip
     """y of BLOCK_T tokens and BLOCK_D channels."""
     Q: tl.constexpr = (W + 2) // 4
     P: tl.constexpr = BLOCK_T // 8

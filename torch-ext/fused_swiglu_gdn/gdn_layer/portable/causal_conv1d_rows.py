@@ -16,12 +16,9 @@ def _add_initial(
     taps,
     initial_ptr,  # [N, D, W - 1]
     strides,
-    n,
-    position,
-    offs_d,
-    mask_d,
+    n, position, offs_d, mask_d,
     W: tl.constexpr,
-):
+):  # fmt: skip
     """Adds the contribution of the inputs before a sequence to the token at `position` in it."""
     for back in tl.static_range(1, W):
         at = n * strides[0] + (W - 1 + position - back) * strides[2]
@@ -115,16 +112,10 @@ def conv_rows(
     row,  # index in the batch
     t0,
     d0,  # the tile's first channel
-    T,
-    D,
-    N,
-    W: tl.constexpr,
-    SILU: tl.constexpr,
-    PTX: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    RUN: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    T, D, N,
+    W: tl.constexpr, SILU: tl.constexpr, PTX: tl.constexpr, BLOCK_T: tl.constexpr,
+    RUN: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """y of BLOCK_T tokens and BLOCK_D channels, RUN tokens at a time."""
     local_d = tl.arange(0, BLOCK_D)
     offs_d = d0 + local_d

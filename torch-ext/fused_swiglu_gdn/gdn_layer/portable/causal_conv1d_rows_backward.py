@@ -56,19 +56,12 @@ def conv_rows_bwd_kernel(
     dx_ptr,  # [B, D, T]
     sums_ptr,  # [B, P, W + 1, D] fp32: the group's share of dweight by tap and of dbias
     x_strides,  # of B, T
-    dy_strides,
-    dx_strides,
+    dy_strides, dx_strides,
     initial_strides,  # of N, D, W - 1
-    T,
-    D,
-    N,
-    P,
-    W: tl.constexpr,
-    SILU: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    RUN: tl.constexpr,
+    T, D, N, P,
+    W: tl.constexpr, SILU: tl.constexpr, BLOCK_D: tl.constexpr, RUN: tl.constexpr,
     RUNS: tl.constexpr,
-):
+):  # fmt: skip
     """dx of RUNS runs of RUN tokens and BLOCK_D channels, and their contribution to dweight."""
     AHEAD: tl.constexpr = RUN + W - 1  # tokens whose dz a run needs
     PACKED: tl.constexpr = cu_ptr is not None

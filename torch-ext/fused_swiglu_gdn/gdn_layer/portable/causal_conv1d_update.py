@@ -48,18 +48,10 @@ def update_tile(
     state,  # [BLOCK_D] pointers to column 0
     weight_ptr,  # [D, W]
     bias_ptr,  # [D] or None
-    x_step,
-    y_step,
-    state_step,
-    offs_d,
-    mask_d,
-    T,
-    S: tl.constexpr,
-    W: tl.constexpr,
-    SILU: tl.constexpr,
-    ONE: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
+    x_step, y_step, state_step,
+    offs_d, mask_d, T,
+    S: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr, ONE: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
     """y of T tokens that follow the state, which is then shifted by T columns; ONE says T = 1."""
     offs_s = tl.arange(0, BLOCK_S)
     mask = mask_d[:, None] & (offs_s < S)[None, :]
@@ -100,18 +92,11 @@ def _draft_tile(
     state,  # [BLOCK_D] pointers to column 0
     weight_ptr,  # [D, W]
     bias_ptr,  # [D] or None
-    x_step,
-    y_step,
-    state_step,
-    offs_d,
-    mask_d,
-    T,
+    x_step, y_step, state_step,
+    offs_d, mask_d, T,
     accepted,  # tokens of the call before that count, from 1
-    S: tl.constexpr,
-    W: tl.constexpr,
-    SILU: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
+    S: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
     """update_tile for a state whose W - 1 inputs before the tokens begin at column `accepted - 1`.
 
     The latest W - 2 of them move to the first columns, followed by the tokens.
@@ -196,17 +181,11 @@ def _causal_conv1d_update_kernel(
     x_strides,  # of B, D, T
     y_strides,  # of B, D, T
     state_strides,  # of N, D, S
-    T,
-    D,
-    S: tl.constexpr,
-    W: tl.constexpr,
-    SILU: tl.constexpr,
-    ONE: tl.constexpr,
-    PACKED: tl.constexpr,
+    T, D,
+    S: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr, ONE: tl.constexpr, PACKED: tl.constexpr,
     FIRST: tl.constexpr,  # the first row of a pool that is no null slot
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """A program computes BLOCK_D channels of all tokens of a sequence and updates its state."""
     tiles_d = tl.cdiv(D, BLOCK_D)
     pid = tl.program_id(0)

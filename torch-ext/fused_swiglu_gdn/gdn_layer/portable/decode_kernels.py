@@ -61,20 +61,11 @@ def layer_step_kernel(
     o_ptr,  # [B, HV, V] fp32
     strides,  # of a row and a head in q, k; a row, a group, a head in v; a row, a group in a and b
     held_strides,  # of B, D, S
-    state_row,
-    scale,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    S: tl.constexpr,
-    W: tl.constexpr,
-    SILU: tl.constexpr,
-    BETA_MAX: tl.constexpr,
-    PDL: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
+    state_row, scale,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, S: tl.constexpr,
+    W: tl.constexpr, SILU: tl.constexpr, BETA_MAX: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
     """The convolution and the rule's step: a program takes BLOCK_V columns of one head's state.
 
     Every program computes the q and k that it needs: that costs less than a launch for them. The
@@ -141,22 +132,12 @@ def layer_finish_kernel(
     strides,  # of B, T and a head in q, k, v
     held_strides,  # of B, D, S
     heads,  # B * HV
-    P,
-    eps,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    V: tl.constexpr,
-    HK: tl.constexpr,
-    K: tl.constexpr,
+    P, eps,
+    H: tl.constexpr, HV: tl.constexpr, V: tl.constexpr, HK: tl.constexpr, K: tl.constexpr,
     WIDE: tl.constexpr,  # channels of v that lie side by side
-    D: tl.constexpr,
-    S: tl.constexpr,
-    SILU: tl.constexpr,
-    PDL: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    D: tl.constexpr, S: tl.constexpr, SILU: tl.constexpr, PDL: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """A program normalises and gates one head, which is a block of scales in FP8; programs past the
     heads update the convolution's state.
 

@@ -55,22 +55,11 @@ def _gdn_layer_prologue_kernel(
     final_ptr,  # [N, D, S] or None
     strides,  # of B, T and a head in q, k, v
     initial_strides,  # of N, D, W - 1
-    T,
-    N,
-    TILES_T,
-    HK: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    D: tl.constexpr,
-    W: tl.constexpr,
-    S: tl.constexpr,
-    SILU: tl.constexpr,
-    PTX: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    RUN: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    T, N, TILES_T,
+    HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
+    S: tl.constexpr, SILU: tl.constexpr, PTX: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_T: tl.constexpr, RUN: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """A program makes one tile of y; programs past the last tile make one final state each."""
     pid = tl.program_id(0)
     d0 = (pid % (D // BLOCK_D)) * BLOCK_D

@@ -41,16 +41,10 @@ def _rms_norm_gated_fwd_kernel(
     s_ptr,  # [HEADS, P] fp32, or None
     x_strides,  # of a group, a row
     gate_strides,  # of a group, a row
-    M,
-    R,
-    P,
-    eps,
-    D: tl.constexpr,
-    SILU: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    M, R, P, eps,
+    D: tl.constexpr, SILU: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
-):
+):  # fmt: skip
     """A program computes BLOCK_M rows, each of which has a scale of its own in FP8."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)[None, :]

@@ -34,17 +34,11 @@ def _rms_norm_gated_bwd_kernel(
     dgate_ptr,  # [M, D]
     dweight_ptr,  # [P, D] fp32
     x_strides,  # of a group, a row
-    gate_strides,
-    dy_strides,
-    M,
-    R,
-    eps,
-    D: tl.constexpr,
-    SILU: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    gate_strides, dy_strides,
+    M, R, eps,
+    D: tl.constexpr, SILU: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
     TILES: tl.constexpr,
-):
+):  # fmt: skip
     """dx and dgate of TILES tiles of BLOCK_M rows, and their contribution to dweight."""
     offs_d = tl.arange(0, BLOCK_D)[None, :]
     weight = tl.load(weight_ptr + offs_d, mask=offs_d < D, other=0.0).to(tl.float32)

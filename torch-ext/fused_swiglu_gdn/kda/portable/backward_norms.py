@@ -45,12 +45,8 @@ def _norms_bwd_kernel(
     q_strides,  # of B, T, H
     k_strides,
     T,
-    H: tl.constexpr,
-    R: tl.constexpr,
-    K: tl.constexpr,
-    NORM: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+    H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
     """dQ and dK of some tokens of one key head."""
     h = (tl.program_id(0) % H).to(tl.int64)
     parts = (T + TOKENS - 1) // TOKENS

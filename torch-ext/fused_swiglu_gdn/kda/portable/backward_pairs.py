@@ -34,19 +34,13 @@ def _pairs_bwd_kernel(
     gates_ptr,  # [rows, HV, GATES, C] fp32: the diagonal of dP goes to row 2
     pairs_ptr,  # [rows, HV, 2, C, C]: dP and N
     dbeta_ptr,  # [B, T, HV]
-    beta_strides,
-    do_strides,
-    T,
-    N,
+    beta_strides, do_strides,
+    T, N,
     NT,  # ceil(T / C), equal length
-    HV: tl.constexpr,
-    V: tl.constexpr,
-    GATES: tl.constexpr,
+    HV: tl.constexpr, V: tl.constexpr, GATES: tl.constexpr,
     BETA_MAX: tl.constexpr,  # 0: beta as given
-    BLOCK_V: tl.constexpr,
-    STAGES: tl.constexpr,
-    PREC: tl.constexpr,
-):
+    BLOCK_V: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
     """dP and N of one chunk and value head; dbeta."""
     row = tl.program_id(0) // HV
     hv = (tl.program_id(0) % HV).to(tl.int64)

@@ -124,21 +124,13 @@ def pairs_kernel(
     q_strides,  # of B, T, H
     k_strides,
     x_strides,  # of B, T, HV
-    T,
-    N,
+    T, N,
     NT,  # ceil(T / C), equal length
     scale,
-    H: tl.constexpr,
-    R: tl.constexpr,
-    K: tl.constexpr,
-    RAW: tl.constexpr,
-    GATES: tl.constexpr,
+    H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, RAW: tl.constexpr, GATES: tl.constexpr,
     STEP: tl.constexpr,  # elements from a unit's -A to the next
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-    DOT: tl.constexpr,
-    PREC: tl.constexpr,
-):
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
     """A warp's part of a chunk and value head: a diagonal block of 16 tokens, a block of level 16,
     or level 32. Without other warps to wait for; parts that read the same lie together."""
     HV: tl.constexpr = H * R

@@ -119,19 +119,14 @@ def _operands_kernel(
     k_strides,
     g_strides,  # of B, T, HV
     beta_strides,
-    T,
-    N,
+    T, N,
     NT,  # ceil(T / C), equal length
     scale,
-    H: tl.constexpr,
-    R: tl.constexpr,
-    K: tl.constexpr,
-    L2NORM: tl.constexpr,
+    H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, L2NORM: tl.constexpr,
     BETA_MAX: tl.constexpr,  # beta is a logit, and BETA_MAX * sigmoid(beta) is meant; 0: as given
     LOWER: tl.constexpr,  # of a bounded gate, or None
-    GATES: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    GATES: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """Stores the operands of one chunk and value head, and factors of k, q and beta."""
     HV: tl.constexpr = H * R
     hv = tl.program_id(0) % HV
@@ -170,15 +165,10 @@ def _inverse_kernel(
     kept_ptr,  # [rows, HV, C, C]: -A in fp16, which may be where Tb is; None if GATES is not 4
     tb_ptr,  # [rows, HV, C, C], written
     gates_ptr,  # [rows, HV, GATES, C] fp32: beta in row 3, -A from row 4 on if there are more
-    T,
-    N,
-    NT,
-    HV: tl.constexpr,
-    UNITS: tl.constexpr,
-    GATES: tl.constexpr,
-    DOT: tl.constexpr,
+    T, N, NT,
+    HV: tl.constexpr, UNITS: tl.constexpr, GATES: tl.constexpr, DOT: tl.constexpr,
     PREC: tl.constexpr,
-):
+):  # fmt: skip
     """Tb of a chunk and up to UNITS value heads, a warp each."""
     PARTS: tl.constexpr = (HV + UNITS - 1) // UNITS
     row = tl.program_id(0) // PARTS

@@ -39,18 +39,11 @@ def rows_kernel(
     target_ptr,  # [rows]
     stats_ptr,  # [3 or 5, M] from this piece's first row on
     weight_ptr,  # [], or None: with it the loss's gradient times this replaces the logits
-    M,
-    ignore_index,
+    M, ignore_index,
     stride,
-    scale,
-    cap,
-    smoothing,
-    z_loss,
-    V: tl.constexpr,
-    CAP: tl.constexpr,
-    MORE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    scale, cap, smoothing, z_loss,
+    V: tl.constexpr, CAP: tl.constexpr, MORE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """m, rest and z[target] - m of a row, the last NaN for a target that is no word. MORE: also
     sum p (z - m) and the mean of z - m."""
     row = tl.program_id(0)
@@ -113,15 +106,9 @@ def loss_kernel(
     loss_ptr,  # []
     count_ptr,  # []
     known_ptr,  # []: left alone if all targets that count are words
-    M,
-    ignore_index,
-    smoothing,
-    z_loss,
-    V: tl.constexpr,
-    MEAN: tl.constexpr,
-    MORE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    M, ignore_index, smoothing, z_loss,
+    V: tl.constexpr, MEAN: tl.constexpr, MORE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The loss, and the number of targets that count, by one program."""
     total = tl.zeros((BLOCK,), tl.float32)
     count = tl.zeros((BLOCK,), tl.int32)
@@ -161,13 +148,9 @@ def coefficients_kernel(
     dmean_ptr,  # [M] or None: of the mean of z - m - rest
     dlse_ptr,  # [M] or None: of m + rest
     dentropy_ptr,  # [M] or None: of rest - sum p (z - m)
-    M,
-    ignore_index,
-    smoothing,
-    z_loss,
-    V: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    M, ignore_index, smoothing, z_loss,
+    V: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """a, b, c, d of each row."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = rows < M
@@ -212,16 +195,11 @@ def gradient_kernel(
     stats_ptr,  # [3 or 5, M]
     coefficients_ptr,  # [4, M]
     out_ptr,  # [M, N] as the logits, or the same
-    M,
-    N,
-    first,
-    blocks,
+    M, N, first, blocks,
     stride,
-    scale,
-    cap,
-    CAP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    scale, cap,
+    CAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The gradient of BLOCK logits of a row, which are of words from `first` on."""
     row = tl.program_id(0) // blocks
     offs = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)

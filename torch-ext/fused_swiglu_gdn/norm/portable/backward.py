@@ -51,16 +51,11 @@ def _rms_norm_mean_kernel(
     weight_ptr,  # [D] or None
     dy_ptr,  # [M, D]
     mean_ptr,  # [M] fp32
-    M,
-    R,
+    M, R,
     x_group,  # strides of x
-    x_row,
-    dy_group,
-    dy_row,
-    offset,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    x_row, dy_group, dy_row, offset,
+    D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """mean(dn n) of a row, for rows that are wider than a block."""
     row = tl.program_id(0) + tl.arange(0, 1)
     rstd = tl.load(rstd_ptr + row)
@@ -84,21 +79,11 @@ def _rms_norm_bwd_kernel(
     mean_ptr,  # [M], or None where BLOCK_D columns are the row
     dx_ptr,  # [M, D]
     parts_ptr,  # [P, D] fp32 or None
-    M,
-    R,
+    M, R,
     x_group,  # strides of x
-    x_row,
-    dy_group,
-    dy_row,
-    dtotal_group,
-    dtotal_row,
-    offset,
-    TILES,
-    D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    x_row, dy_group, dy_row, dtotal_group, dtotal_row, offset, TILES,
+    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """dx of BLOCK_D columns of TILES tiles of BLOCK_M rows, and their contribution to dweight.
 
     Tile i belongs to program i mod P.

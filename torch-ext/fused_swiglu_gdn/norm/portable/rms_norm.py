@@ -41,21 +41,13 @@ def _rms_norm_fwd_kernel(
     y_ptr,  # [M, D]
     total_ptr,  # [M, D] or None
     rstd_ptr,  # [M] or None
-    M,
-    R,
+    M, R,
     x_group,  # strides of x
-    x_row,
-    residual_group,
-    residual_row,
-    eps,
-    offset,
-    D: tl.constexpr,
-    LLAMA: tl.constexpr,
-    AFTER: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    x_row, residual_group, residual_row, eps, offset,
+    D: tl.constexpr, LLAMA: tl.constexpr, AFTER: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,  # this launch may begin before the last one has ended, the next one likewise
-):
+):  # fmt: skip
     """Normalises BLOCK_M rows. Rows wider than BLOCK_D are read twice."""
     after_predecessor(PDL)
     before_ptr = None if AFTER else residual_ptr

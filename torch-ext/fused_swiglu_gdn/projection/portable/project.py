@@ -74,22 +74,10 @@ def _project_few_kernel(
     w4_ptr,  # [rows4, K]
     w5_ptr,  # [rows5, K]
     y_ptr,  # [M, N], or [PARTS, M, N] fp32
-    M,
-    N,
-    K,
-    stride_x,
-    rows0,
-    rows1,
-    rows2,
-    rows3,
-    rows4,
-    rows5,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PARTS: tl.constexpr,
+    M, N, K, stride_x, rows0, rows1, rows2, rows3, rows4, rows5,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
     PDL: tl.constexpr,  # the next launch may begin before this one has ended
-):
+):  # fmt: skip
     """y = x [W_0; W_1; ...]^T; a program makes columns [BLOCK_M, BLOCK_N] of one weight and split
     of K."""
     after_predecessor(PDL)

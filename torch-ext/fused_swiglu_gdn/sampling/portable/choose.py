@@ -73,13 +73,9 @@ def _candidates_kernel(
     found_ptr,  # [B, parts, TOP] int64
     V,
     stride,
-    temperature,
-    penalty,
-    least,
-    ENDS: tl.constexpr,
-    TOP: tl.constexpr,
-    PART: tl.constexpr,
-):
+    temperature, penalty, least,
+    ENDS: tl.constexpr, TOP: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
     """The TOP largest keys of a part, in descending order."""
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     place = part * PART + tl.arange(0, PART)
@@ -136,26 +132,17 @@ def _draw_kernel(
     found_ptr,  # [B, N] int64
     q_ptr,  # [B, V]
     logits_ptr,  # [B, V]; this and the next ones for equal scores that no list holds
-    seen_ptr,
-    ends_ptr,
-    length_ptr,
+    seen_ptr, ends_ptr, length_ptr,
     token_ptr,  # [B] int64
     right_ptr,  # [B] bool
-    N,
-    V,
+    N, V,
     stride,
-    temperature,
-    penalty,
-    least,
+    temperature, penalty, least,
     drop,  # 1 - top_p
     min_p,
-    K: tl.constexpr,
-    TOP_P: tl.constexpr,
-    MIN_P: tl.constexpr,
-    ENDS: tl.constexpr,
-    TOP: tl.constexpr,
-    PART: tl.constexpr,
-):
+    K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, ENDS: tl.constexpr,
+    TOP: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at, slot = tl.arange(0, PART), tl.arange(0, TOP)
     key = tl.load(found_ptr + row * N + at, at < N, other=-0x7FFFFFFFFFFFFFFF)

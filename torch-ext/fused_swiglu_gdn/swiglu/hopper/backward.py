@@ -30,15 +30,11 @@ def _swiglu_dx_kernel(
     d_desc,  # [2, M, N] in blocks [1, BLOCK_M, BLOCK_K]: dG and dU
     w_desc,  # [2, N, K] in blocks [1, BLOCK_K, BLOCK_N]
     dx_desc,  # [M, K] in blocks [BLOCK_M, BLOCK_N / 2]
-    M,
-    N,
-    K,
+    M, N, K,
     group,  # rows of tiles that are walked together
     UP_FIRST: tl.constexpr,  # in w_desc
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """dX = dG Wg + dU Wu in one accumulator; programs stride over tiles [BLOCK_M, BLOCK_N]."""
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(K, BLOCK_N)

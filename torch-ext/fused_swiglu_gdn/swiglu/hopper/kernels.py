@@ -47,14 +47,9 @@ def _gate_up(acc, UP_FIRST: tl.constexpr):
 def _joined_product(
     x_desc,  # [M, K] in blocks [BLOCK_M, BLOCK_K]
     w_desc,  # [2, N, K] in blocks [2, BLOCK_N, BLOCK_K]
-    row,
-    column,
-    K,
-    UP_FIRST: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    row, column, K,
+    UP_FIRST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """x Wg^T and x Wu^T, [BLOCK_M, BLOCK_N] fp32 each, by one product of width 2 BLOCK_N."""
     acc = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
     for k in range(0, K, BLOCK_K):
@@ -73,17 +68,12 @@ def swiglu_fwd_kernel(
     z_half_desc,  # [M, N] in blocks [BLOCK_M, BLOCK_N / 2], or None
     b_gate_ptr,  # [N] or None
     b_up_ptr,  # [N] or None
-    M,
-    N,
-    K,
+    M, N, K,
     whole,  # tiles made whole; those after it are made in halves, one a program
     group,  # rows of tiles that are walked together
-    ACTIVATION: tl.constexpr,
-    UP_FIRST: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    ACTIVATION: tl.constexpr, UP_FIRST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-):
+):  # fmt: skip
     """z = act(x Wg^T + bg) * (x Wu^T + bu); programs stride over tiles [BLOCK_M, BLOCK_N]."""
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
@@ -117,16 +107,11 @@ def swiglu_three_quarter_fwd_kernel(
     z_quarter_desc,  # [M, N] in blocks [BLOCK_M, BLOCK_N / 4]
     b_gate_ptr,  # [N] or None
     b_up_ptr,  # [N] or None
-    M,
-    N,
-    K,
+    M, N, K,
     group,  # rows of tiles that are walked together
-    ACTIVATION: tl.constexpr,
-    UP_FIRST: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    ACTIVATION: tl.constexpr, UP_FIRST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-):
+):  # fmt: skip
     """swiglu_fwd_kernel in tiles of 3/4 BLOCK_N columns, one a program, for sizes that fill the GPU
     so.
 
@@ -162,15 +147,10 @@ def swiglu_wf_fwd_kernel(
     z_desc,  # [M, N] in blocks [BLOCK_M, BLOCK_N]
     b_gate_ptr,  # [N] or None
     b_up_ptr,  # [N] or None
-    M,
-    N,
-    K,
+    M, N, K,
     group,  # rows of tiles that are walked together
-    ACTIVATION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """swiglu_fwd_kernel for weights whose hidden dimension is contiguous: two products a step.
 
     The loop is not flattened: with two accumulators that would serialize the products

@@ -102,10 +102,7 @@ def _epilogue_partition_1(w, gate_up, z_ptr):
 @gluon.jit
 def _run(
     a_desc, b_desc, gate_up, z_ptr, M, N, D, group,
-    UP_FIRST: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-    STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    UP_FIRST: gl.constexpr, ACTIVATION: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Allocates the shared memory of a CTA and starts its partitions."""
     PAIR: gl.constexpr = len(b_desc.block_type.shape) == 3
@@ -145,15 +142,12 @@ def swiglu_saving_fwd_kernel(
     w_desc,  # [2, N, K] in boxes [2, BN / 2, BK]
     gate_up_desc,  # [M, 2, N] in boxes [BM, 1, 64]
     z_ptr,  # [M, N]
-    M,
-    N,
-    K,
+    M, N, K,
     group,  # rows of tiles that are walked together
     UP_FIRST: gl.constexpr,  # in w_desc
-    ACTIVATION: gl.constexpr,
-    STAGES: gl.constexpr,
+    ACTIVATION: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,  # of the last warps
-):
+):  # fmt: skip
     """gate = x Wg^T, up = x Wu^T, z = act(gate) * up; programs stride over tiles."""
     _run(
         x_desc, w_desc, gate_up_desc, z_ptr, M, N, K, group,
@@ -167,14 +161,9 @@ def swiglu_gradient_kernel(
     w_down_desc,  # [D, N] in boxes [BK, BN]
     gate_up_ptr,  # [M, 2 N]: gate and up, overwritten by their gradients
     z_ptr,  # [M, N], or None
-    M,
-    N,
-    D,
-    group,
-    ACTIVATION: gl.constexpr,
-    STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr,
-):
+    M, N, D, group,
+    ACTIVATION: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
     """dz = dy Wd, dgate = dz * up * act'(gate), dup = dz * act(gate), and z recomputed."""
     _run(
         dy_desc, w_down_desc, gate_up_ptr, z_ptr, M, N, D, group,

@@ -31,21 +31,10 @@ def _swiglu_fwd_kernel(
     b_gate_ptr,  # [N] or None
     b_up_ptr,  # [N] or None
     z_ptr,  # [M, N]
-    M,
-    N,
-    K,
-    stride_x,
-    stride_n,
-    stride_k,
-    ACTIVATION: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    AMD: tl.constexpr,
-):
+    M, N, K, stride_x, stride_n, stride_k,
+    ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, AMD: tl.constexpr,
+):  # fmt: skip
     """z = act(x Wg^T + bg) * (x Wu^T + bu); a program makes one [BLOCK_M, BLOCK_N] tile.
 
     Rows of gate and up are interleaved in one operand, so one product makes both and a thread holds

@@ -98,12 +98,9 @@ def _gate_bwd_kernel(
     z_ptr,  # [M, N], or None
     N,
     stride_dz,  # of a row
-    stride_gate,
-    stride_up,
-    stride_d,
-    ACTIVATION: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    stride_gate, stride_up, stride_d,
+    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """dgate = dz * up * act'(gate), dup = dz * act(gate), and z recomputed; BLOCK elements of one
     row."""
     row = tl.program_id(0).to(tl.int64)
