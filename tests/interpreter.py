@@ -44,6 +44,22 @@ _server.set_forkserver_preload(
 )
 
 
+def where_kernels_run(device, monkeypatch, *operations):
+    """For a fixture to yield from: the device, where kernels compute these operations."""
+    if not (INTERPRETING or device.type == "cuda"):
+        pytest.skip("needs a GPU or Triton's interpreter")
+    if INTERPRETING:
+        from conftest import submodule  # which the process that forks sessions does without
+
+        dispatch = submodule("runtime.dispatch")
+        monkeypatch.setattr(dispatch, "_folders", lambda *where: ("portable",))
+    for operation in operations:
+        operation.cache_clear()
+    yield device
+    for operation in operations:
+        operation.cache_clear()
+
+
 TESTS = Path(__file__).resolve().parent
 INTERPRETED = TESTS / "interpreted.json"
 

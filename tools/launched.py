@@ -721,7 +721,7 @@ def _projections(kernel, B=1, K=2048, rows=(8192, 4096, 32, 32), activation=None
     # a served model calls this on a GPU; on a CPU its modules, so the operator is called past that
     products = submodule("projection.call").products
     call = products(values(B, K), [values(n, K) for n in rows], activation)
-    return lambda: submodule("projection.ops").PROJECT.op(*call.tensors, *call.options)
+    return lambda: submodule("projection.project").PROJECT.op(*call.tensors, *call.options)
 
 
 def _norm(kernel, D=128, grad=False):
@@ -748,7 +748,7 @@ calls(_layer_decode, "gdn_layer decode", {"": {}, "batch 64": dict(B=64)})
 
 def _normed_projection(kernel, K, N):
     tensors = (values(1, 1, K), values(K), values(N, K))
-    return lambda: submodule("projection.ops").NORMED_PROJECT.op(*tensors, 1e-6)
+    return lambda: submodule("projection.project").NORMED_PROJECT.op(*tensors, 1e-6)
 
 
 calls(_normed_projection, "projection of a norm", {"GLM-4.7-Flash": dict(K=768, N=5120)})

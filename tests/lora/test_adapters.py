@@ -8,6 +8,7 @@ from interpreter import (  # noqa: F401
     compiled,
     interpreted,
     test_in_the_interpreter,
+    where_kernels_run,
 )
 
 ops = submodule("lora.ops")
@@ -26,15 +27,7 @@ if not INTERPRETING:
 
 @pytest.fixture
 def where(device, monkeypatch):
-    if not (INTERPRETING or device.type == "cuda"):
-        pytest.skip("needs a GPU or Triton's interpreter")
-    if INTERPRETING:
-        monkeypatch.setattr(dispatch, "_folders", lambda *where: ("portable",))
-    for operation in (ops.LORA, ops.GRADIENT):
-        operation.cache_clear()
-    yield device
-    for operation in (ops.LORA, ops.GRADIENT):
-        operation.cache_clear()
+    yield from where_kernels_run(device, monkeypatch, ops.LORA, ops.GRADIENT)
 
 
 def problem(M, K, outputs, dtype, device, drops=None, low=torch.float32):

@@ -9,6 +9,7 @@ from interpreter import (  # noqa: F401
     compiled,
     interpreted,
     test_in_the_interpreter,
+    where_kernels_run,
 )
 
 ops, checks = submodule("loss.ops"), submodule("loss.checks")
@@ -27,16 +28,8 @@ FORMS = [
 
 @pytest.fixture
 def where(device, monkeypatch):
-    """Where kernels run; in pieces of a few rows."""
-    if not (INTERPRETING or device.type == "cuda"):
-        pytest.skip("needs a GPU or Triton's interpreter")
-    if INTERPRETING:
-        monkeypatch.setattr(dispatch, "_folders", lambda *where: ("portable",))
-    for operation in (ops.LINEAR_LOSS, ops.LINEAR_LOSS_GRADIENT, ops.TOKENS, ops.TOKENS_GRADIENT):
-        operation.cache_clear()
-    yield device
-    for operation in (ops.LINEAR_LOSS, ops.LINEAR_LOSS_GRADIENT, ops.TOKENS, ops.TOKENS_GRADIENT):
-        operation.cache_clear()
+    operations = ops.LINEAR_LOSS, ops.LINEAR_LOSS_GRADIENT, ops.TOKENS, ops.TOKENS_GRADIENT
+    yield from where_kernels_run(device, monkeypatch, *operations)
 
 
 def by_way(monkeypatch, way, step=5):

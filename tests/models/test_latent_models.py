@@ -299,7 +299,7 @@ def test_patched_method():
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
 def test_graphs(graph, name, device, monkeypatch):
     """Tokens of emulated CUDA graphs, in which ours compute them: on a GPU no value is read."""
-    monkeypatch.setattr(submodule("attention.checks"), "readable", lambda x: False)
+    monkeypatch.setattr(submodule("runtime.checks"), "readable", lambda x: False)
     model = decoding.tiny(name, device)
     ids, mask = decoding.padded(2, 9, device)
     wanted = decoding.generate(model, ids, graphed=False, attention_mask=mask)

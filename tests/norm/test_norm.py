@@ -10,7 +10,7 @@ WIDTHS = [1, 7, 200, 20000] if INTERPRETING else [1, 7, 64, 2560, 4096, 5120, 81
 # The interpreter rounds to bf16 in its own way
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETING else [torch.bfloat16])
 HALF = (torch.float16, torch.bfloat16)
-reference, ops, calls = (submodule(f"norm.{x}") for x in ("reference", "ops", "call"))
+reference, ops, calls = (submodule(f"norm.{x}") for x in ("reference", "api", "call"))
 gates, gate_ops = submodule("swiglu.reference"), submodule("swiglu.ops")
 
 

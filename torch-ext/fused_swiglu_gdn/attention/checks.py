@@ -2,39 +2,10 @@
 
 import torch
 
-from ..norm.checks import CASTING_MODES
+from ..norm.call import CASTING_MODES
+from ..runtime import checks
 from ..runtime.call import tensors_in
-from ..runtime.checks import (
-    FLOATING,
-    INDICES,
-    agrees,
-    are_flags,
-    between,
-    has_dtype,
-    has_form,
-    has_memory,
-    has_shape,
-    has_shape_of,
-    is_floating,
-    is_int,
-    is_number,
-    is_one_of,
-    is_tensor,
-    readable,
-    same_device,
-    share_heads,
-)
-from .call import (
-    KvCacheAttention,
-    KvOptions,
-    LatentAttention,
-    LatentNormRope,
-    LatentOptions,
-    LatentRopeOptions,
-    QkNormRope,
-    QkOptions,
-    SigmoidGate,
-)
+from . import call as calls
 
 NORMS = ("head", "all")
 # channels that turn together: those half of R apart; neighbours; neighbours, which are stored half
@@ -48,15 +19,15 @@ def _tables(cos, sin, interleaved, q, sizes) -> None:
         raise ValueError(f"{missing} must be given where {given} is, got None")
     if cos is None:
         return
-    is_tensor("cos", cos)
+    checks.is_tensor("cos", cos)
     dims = "N T R"
     if interleaved:
         sizes["2"], dims = 2, "N T R/2" if cos.ndim < 4 else "N T R/2 2"
-    has_shape("cos", cos, dims, sizes)
-    has_shape("sin", sin, dims, sizes)
+    checks.has_shape("cos", cos, dims, sizes)
+    checks.has_shape("sin", sin, dims, sizes)
     for name, table in (("cos", cos), ("sin", sin)):
-        is_floating(name, table)
-        same_device(name, table, "q", q)
+        checks.is_floating(name, table)
+        checks.same_device(name, table, "q", q)
     _tables_agree(cos, sin, sizes)
     if interleaved:
         pairs = sizes["D"] // 2
@@ -72,7 +43,7 @@ def _tables(cos, sin, interleaved, q, sizes) -> None:
 
 
 def _tables_agree(cos, sin, sizes) -> None:
-    agrees("sin", sin, "cos", cos)
+    checks.agrees("sin", sin, "cos", cos)
     if sizes["N"] not in (1, sizes["B"]):
         raise ValueError(f"cos must have batch {sizes['B']}, as q, or 1, got {sizes['N']}")
 
@@ -84,9 +55,9 @@ def _caches(q, v, key_cache, value_cache, cache_position, sizes) -> None:
     }  # fmt: skip
     if not _all_or_none(written):
         return
-    has_shape("v", v, "B T HK DV", sizes)
-    has_shape("key_cache", key_cache, "B HK S D", sizes)
-    has_shape("value_cache", value_cache, "B HK S DV", sizes)
+    checks.has_shape("v", v, "B T HK DV", sizes)
+    checks.has_shape("key_cache", key_cache, "B HK S D", sizes)
+    checks.has_shape("value_cache", value_cache, "B HK S DV", sizes)
     _position_and_slots(q, written, sizes)
 
 
@@ -102,21 +73,21 @@ def _all_or_none(written: dict) -> bool:
 def _position_and_slots(q, written: dict, sizes) -> None:
     """Checks a cache that is written, the position among `written`."""
     cache_position = written["cache_position"]
-    is_tensor("cache_position", cache_position)
+    checks.is_tensor("cache_position", cache_position)
     if cache_position.ndim:
         raise ValueError(
             "cache_position must be the one slot of the first token, a tensor without dimensions, "
             f"got one of shape {list(cache_position.shape)}"
         )
-    has_dtype("cache_position", cache_position, INDICES)
+    checks.has_dtype("cache_position", cache_position, checks.INDICES)
     for name, x in written.items():
         if name != "cache_position":
-            is_floating(name, x)
+            checks.is_floating(name, x)
     for name, x in written.items():
-        same_device(name, x, "q", q)
+        checks.same_device(name, x, "q", q)
     caches = [name for name in written if name.endswith("_cache")]
     for name in caches:
-        has_memory(name, written[name])
+        checks.has_memory(name, written[name])
     if sizes["T"] > sizes["S"]:
         raise ValueError(
             f"{caches[0]} must have at least {sizes['T']} slots, one for each token, "
@@ -124,26 +95,26 @@ def _position_and_slots(q, written: dict, sizes) -> None:
         )
 
 
-def fused_qk_norm_rope(call: QkNormRope) -> QkNormRope:
+def fused_qk_norm_rope(call: calls.QkNormRope) -> calls.QkNormRope:
     *tensors, (eps, casting_mode, offset, norm, interleaved) = call
     q, k, cos, sin, q_weight, k_weight, v, key_cache, value_cache, cache_position = tensors
     sizes: dict = {}
-    has_shape("q", q, "B T HQ D", sizes)
-    has_shape("k", k, "B T HK D", sizes)
-    is_floating("q", q)
-    agrees("k", k, "q", q)
-    is_number("eps", eps, "non-negative")
-    is_one_of("casting_mode", casting_mode, CASTING_MODES)
-    is_number("offset", offset)
-    is_one_of("norm", norm, NORMS)
-    are_flags(interleaved=interleaved)
+    checks.has_shape("q", q, "B T HQ D", sizes)
+    checks.has_shape("k", k, "B T HK D", sizes)
+    checks.is_floating("q", q)
+    checks.agrees("k", k, "q", q)
+    checks.is_number("eps", eps, "non-negative")
+    checks.is_one_of("casting_mode", casting_mode, CASTING_MODES)
+    checks.is_number("offset", offset)
+    checks.is_one_of("norm", norm, NORMS)
+    checks.are_flags(interleaved=interleaved)
     _tables(cos, sin, interleaved, q, sizes)
     for name, weight, heads in (("q_weight", q_weight, "HQ"), ("k_weight", k_weight, "HK")):
         if weight is None:
             continue
         width = "D" if norm == "head" else f"{heads}*D"
         sizes[f"{heads}*D"] = sizes[heads] * sizes["D"]
-        has_form(name, weight, width, sizes, "q", q)
+        checks.has_form(name, weight, width, sizes, "q", q)
     _caches(q, v, key_cache, value_cache, cache_position, sizes)
     if key_cache is not None and torch.is_grad_enabled():
         given = {
@@ -158,19 +129,19 @@ def fused_qk_norm_rope(call: QkNormRope) -> QkNormRope:
                 )
     _holds_cache_position(cache_position, k, key_cache)
     flags = norm == "all", bool(interleaved)
-    return QkNormRope(*tensors, QkOptions(float(eps), float(offset), *flags))
+    return calls.QkNormRope(*tensors, calls.QkOptions(float(eps), float(offset), *flags))
 
 
 def _holds_cache_position(cache_position, k, key_cache) -> None:
     """Checks that the cache has a slot for each token; on a GPU the kernel checks, and writes
     NaN."""
-    if not readable(cache_position):
+    if not checks.readable(cache_position):
         return
     first, T, S = int(cache_position), k.shape[1], key_cache.shape[2]
     if not 0 <= first <= S - T:
         raise ValueError(
-            f"cache_position must be {between(0, S - T)}, with T = {T} tokens and S = {S} slots, "
-            f"got {first}"
+            f"cache_position must be {checks.between(0, S - T)}, with T = {T} tokens and "
+            f"S = {S} slots, got {first}"
         )
 
 
@@ -179,69 +150,70 @@ def _over_slots(q, cache: str, cache_seqlens, mask, dims: str, softmax_scale, si
     if sizes["S"] == 0:
         raise ValueError(f"{cache} must have at least one slot, got 0")
     if cache_seqlens is not None:
-        is_tensor("cache_seqlens", cache_seqlens)
-        has_dtype("cache_seqlens", cache_seqlens, INDICES)
-        same_device("cache_seqlens", cache_seqlens, "q", q)
+        checks.is_tensor("cache_seqlens", cache_seqlens)
+        checks.has_dtype("cache_seqlens", cache_seqlens, checks.INDICES)
+        checks.same_device("cache_seqlens", cache_seqlens, "q", q)
         if cache_seqlens.ndim:
-            has_shape("cache_seqlens", cache_seqlens, "B", sizes)
+            checks.has_shape("cache_seqlens", cache_seqlens, "B", sizes)
     if mask is not None:
-        has_form("attention_mask", mask, dims, sizes, "q", q, (torch.bool, *FLOATING))
+        checks.has_form("attention_mask", mask, dims, sizes, "q", q, (torch.bool, *checks.FLOATING))
         if sizes["N"] not in (1, sizes["B"]):
             raise ValueError(f"attention_mask must have batch {sizes['B']} or 1, got {sizes['N']}")
     if softmax_scale is not None:
-        is_number("softmax_scale", softmax_scale)
+        checks.is_number("softmax_scale", softmax_scale)
     if cache_seqlens is not None:
         _holds_cache_seqlens(cache_seqlens, sizes["S"], cache)
 
 
 def _holds_cache_seqlens(cache_seqlens, S: int, cache: str) -> None:
     """Checks that no more slots are filled than exist; on a GPU the kernel clamps the length."""
-    if not readable(cache_seqlens):
+    if not checks.readable(cache_seqlens):
         return
     wrong = [n for n in cache_seqlens.flatten().tolist() if not 0 <= n <= S]
     if wrong:
         raise ValueError(
-            f"cache_seqlens must be {between(0, S)}, with S = {S} slots in {cache}, got {wrong[0]}"
+            f"cache_seqlens must be {checks.between(0, S)}, with S = {S} slots in {cache}, "
+            f"got {wrong[0]}"
         )
 
 
-def sigmoid_gate(call: SigmoidGate) -> SigmoidGate:
+def sigmoid_gate(call: calls.SigmoidGate) -> calls.SigmoidGate:
     x, gate, _ = call
-    is_tensor("x", x)
-    is_floating("x", x)
-    has_shape_of("gate", gate, "x", x)
-    is_floating("gate", gate)
-    same_device("gate", gate, "x", x)
+    checks.is_tensor("x", x)
+    checks.is_floating("x", x)
+    checks.has_shape_of("gate", gate, "x", x)
+    checks.is_floating("gate", gate)
+    checks.same_device("gate", gate, "x", x)
     return call
 
 
-def attention_with_kvcache(call: KvCacheAttention) -> KvCacheAttention:
+def attention_with_kvcache(call: calls.KvCacheAttention) -> calls.KvCacheAttention:
     q, k_cache, v_cache, cache_seqlens, attention_mask, (softmax_scale,) = call
     sizes = {"1": 1}
-    has_shape("q", q, "B 1 HQ D", sizes)
-    has_shape("k_cache", k_cache, "B HK S D", sizes)
-    has_shape("v_cache", v_cache, "B HK S D", sizes)
-    is_floating("q", q)
-    agrees("k_cache", k_cache, "q", q)
-    agrees("v_cache", v_cache, "q", q)
-    share_heads("q", sizes["HQ"], "k_cache", sizes["HK"])
+    checks.has_shape("q", q, "B 1 HQ D", sizes)
+    checks.has_shape("k_cache", k_cache, "B HK S D", sizes)
+    checks.has_shape("v_cache", v_cache, "B HK S D", sizes)
+    checks.is_floating("q", q)
+    checks.agrees("k_cache", k_cache, "q", q)
+    checks.agrees("v_cache", v_cache, "q", q)
+    checks.share_heads("q", sizes["HQ"], "k_cache", sizes["HK"])
     _over_slots(q, "k_cache", cache_seqlens, attention_mask, "N 1 1 S", softmax_scale, sizes)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    return KvCacheAttention(*tensors_in(call), KvOptions(scale))
+    return calls.KvCacheAttention(*tensors_in(call), calls.KvOptions(scale))
 
 
-def latent_attention_with_kvcache(call: LatentAttention) -> LatentAttention:
+def latent_attention_with_kvcache(call: calls.LatentAttention) -> calls.LatentAttention:
     q, latents, rotated, weight, cache_seqlens, mask, (nope, softmax_scale) = call
     sizes = {"1": 1}
-    has_shape("q", q, "B T H N+R", sizes)
-    has_shape("latents", latents, "B 1 S C", sizes)
-    has_shape("rotated", rotated, "B 1 S R", sizes)
-    has_shape("weight", weight, "H*(N+V) C", sizes)
-    is_floating("q", q)
+    checks.has_shape("q", q, "B T H N+R", sizes)
+    checks.has_shape("latents", latents, "B 1 S C", sizes)
+    checks.has_shape("rotated", rotated, "B 1 S R", sizes)
+    checks.has_shape("weight", weight, "H*(N+V) C", sizes)
+    checks.is_floating("q", q)
     for name, x in (("latents", latents), ("rotated", rotated), ("weight", weight)):
-        agrees(name, x, "q", q)
+        checks.agrees(name, x, "q", q)
     H, R, rows = sizes["H"], sizes["R"], sizes["H*(N+V)"]
-    is_int("qk_nope_head_dim", nope, 1)
+    checks.is_int("qk_nope_head_dim", nope, 1)
     if sizes["N+R"] != nope + R:
         raise ValueError(
             f"q must have heads of {nope + R} channels, {nope} and the {R} of rotated, "
@@ -256,22 +228,22 @@ def latent_attention_with_kvcache(call: LatentAttention) -> LatentAttention:
     dims = "N 1 1 S" if one else "N 1 T S"
     _over_slots(q, "latents", cache_seqlens, mask, dims, softmax_scale, sizes)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    return LatentAttention(*tensors_in(call), LatentOptions(nope, scale))
+    return calls.LatentAttention(*tensors_in(call), calls.LatentOptions(nope, scale))
 
 
-def fused_latent_norm_rope(call: LatentNormRope) -> LatentNormRope:
+def fused_latent_norm_rope(call: calls.LatentNormRope) -> calls.LatentNormRope:
     *tensors, (eps, rotary) = call
     q, kv, weight, cos, sin, latent_cache, rotated_cache, cache_position = tensors
     sizes = {"1": 1}
-    has_shape("q", q, "B T H N+R", sizes)
-    has_shape("kv", kv, "B T C+R", sizes)
-    has_shape("weight", weight, "C", sizes)
-    is_floating("q", q)
-    agrees("kv", kv, "q", q)
-    is_floating("weight", weight)
-    same_device("weight", weight, "q", q)
-    is_number("eps", eps, "non-negative")
-    is_one_of("rotary", rotary, ROTARY)
+    checks.has_shape("q", q, "B T H N+R", sizes)
+    checks.has_shape("kv", kv, "B T C+R", sizes)
+    checks.has_shape("weight", weight, "C", sizes)
+    checks.is_floating("q", q)
+    checks.agrees("kv", kv, "q", q)
+    checks.is_floating("weight", weight)
+    checks.same_device("weight", weight, "q", q)
+    checks.is_number("eps", eps, "non-negative")
+    checks.is_one_of("rotary", rotary, ROTARY)
     R = sizes["R"] = sizes["C+R"] - sizes["C"]
     if not 0 <= R <= sizes["N+R"]:
         raise ValueError(
@@ -285,10 +257,11 @@ def fused_latent_norm_rope(call: LatentNormRope) -> LatentNormRope:
         if R % 2:
             raise ValueError(f"kv must have an even number of rotary channels, got {R}")
         sizes["R/2"] = R // 2
+        dims = "N T R" if rotary == "halves" else "N T R/2"
         for name, table in (("cos", cos), ("sin", sin)):
-            has_form(name, table, "N T R" if rotary == "halves" else "N T R/2", sizes, "q", q)
+            checks.has_form(name, table, dims, sizes, "q", q)
         _tables_agree(cos, sin, sizes)
-    has_memory("q", q)
+    checks.has_memory("q", q)
     _latent_caches(q, latent_cache, rotated_cache, cache_position, sizes)
     if torch.is_grad_enabled():
         for name, x in zip(call._fields, tensors):
@@ -299,7 +272,7 @@ def fused_latent_norm_rope(call: LatentNormRope) -> LatentNormRope:
                 )
     if cache_position is not None:
         _holds_cache_position(cache_position, q, latent_cache)
-    return LatentNormRope(*tensors, LatentRopeOptions(float(eps), rotary))
+    return calls.LatentNormRope(*tensors, calls.LatentRopeOptions(float(eps), rotary))
 
 
 def _latent_caches(q, latent_cache, rotated_cache, cache_position, sizes) -> None:
@@ -309,6 +282,6 @@ def _latent_caches(q, latent_cache, rotated_cache, cache_position, sizes) -> Non
     }  # fmt: skip
     if not _all_or_none(written):
         return
-    has_shape("latent_cache", latent_cache, "B 1 S C", sizes)
-    has_shape("rotated_cache", rotated_cache, "B 1 S R", sizes)
+    checks.has_shape("latent_cache", latent_cache, "B 1 S C", sizes)
+    checks.has_shape("rotated_cache", rotated_cache, "B 1 S R", sizes)
     _position_and_slots(q, written, sizes)

@@ -1,84 +1,74 @@
 """Norm, rotary embedding, gate and attention over a cache as operations."""
 
 from ..runtime.operation import Operation
+from . import call as calls
 from . import checks, reference
-from .call import (
-    KvCacheAttention,
-    LatentAttention,
-    LatentNormRope,
-    LatentStep,
-    LatentStepOptions,
-    QkGradient,
-    QkNormRope,
-    SigmoidGate,
-    SigmoidGradient,
-)
 
 FAMILY, LATENT = "attention.attention", "attention.latent"
 
 
-def _differentiable(call: QkNormRope) -> bool:
+def _differentiable(call: calls.QkNormRope) -> bool:
     return not any([x is not None and x.requires_grad for x in (call.cos, call.sin)])
 
 
 QK_NORM_ROPE = Operation(
-    FAMILY, "qk_norm_rope_fwd", QkNormRope, reference, check=checks.fused_qk_norm_rope,
+    FAMILY, "qk_norm_rope_fwd", calls.QkNormRope, reference, check=checks.fused_qk_norm_rope,
     like=("q", "k"), outputs=2, differentiable=_differentiable,
 )  # fmt: skip
 WITH_CACHE = Operation(
-    FAMILY, "qk_norm_rope_fwd", QkNormRope, reference, check=checks.fused_qk_norm_rope,
+    FAMILY, "qk_norm_rope_fwd", calls.QkNormRope, reference, check=checks.fused_qk_norm_rope,
     like=("q", "k"), outputs=2, written=("key_cache", "value_cache"), schema="qk_norm_rope_cache",
 )  # fmt: skip
 QK_GRADIENT = Operation(
-    FAMILY, "qk_norm_rope_bwd", QkGradient, reference,
+    FAMILY, "qk_norm_rope_bwd", calls.QkGradient, reference,
     like=("dq", "dk", "q_weight", "k_weight"), outputs=4,
 )  # fmt: skip
 SIGMOID_GATE = Operation(
-    FAMILY, "sigmoid_gate_fwd", SigmoidGate, reference, check=checks.sigmoid_gate, like=("x",)
+    FAMILY, "sigmoid_gate_fwd", calls.SigmoidGate, reference, check=checks.sigmoid_gate, like=("x",)
 )
 SIGMOID_GRADIENT = Operation(
-    FAMILY, "sigmoid_gate_bwd", SigmoidGradient, reference, like=("x", "gate"), outputs=2
+    FAMILY, "sigmoid_gate_bwd", calls.SigmoidGradient, reference, like=("x", "gate"), outputs=2
 )
 KVCACHE_ATTENTION = Operation(
-    FAMILY, "kvcache_attention", KvCacheAttention, reference, check=checks.attention_with_kvcache,
-    like=("q",), varying={"k_cache": 2, "v_cache": 2, "mask": 3},
+    FAMILY, "kvcache_attention", calls.KvCacheAttention, reference, like=("q",),
+    check=checks.attention_with_kvcache, varying={"k_cache": 2, "v_cache": 2, "mask": 3},
 )  # fmt: skip
 
 
-def _of_latents(call: LatentAttention):
+def _of_latents(call: calls.LatentAttention):
     B, T, H, _ = call.q.shape
     return call.q.new_empty(B, T, H, call.weight.shape[0] // H - call.options.nope)
 
 
-def _written_latents(call: LatentNormRope) -> tuple:
+def _written_latents(call: calls.LatentNormRope) -> tuple:
     (B, T, width), C = call.kv.shape, call.weight.shape[0]
     return call.kv.new_empty(B, 1, T, C), call.kv.new_empty(B, 1, T, width - C)
 
 
 LATENT_ATTENTION = Operation(
-    LATENT, "latent_attention", LatentAttention, reference,
+    LATENT, "latent_attention", calls.LatentAttention, reference,
     check=checks.latent_attention_with_kvcache, fake=_of_latents, aligned=("latents", "rotated"),
     varying={"latents": 2, "rotated": 2, "mask": 3},
 )  # fmt: skip
 LATENT_NORM_ROPE = Operation(
-    LATENT, "latent_norm_rope", LatentNormRope, reference, check=checks.fused_latent_norm_rope,
-    outputs=2, fake=_written_latents, written=("q",),
+    LATENT, "latent_norm_rope", calls.LatentNormRope, reference,
+    check=checks.fused_latent_norm_rope, outputs=2, fake=_written_latents, written=("q",),
 )  # fmt: skip
 LATENTS_TO_CACHE = Operation(
-    LATENT, "latent_norm_rope", LatentNormRope, reference, check=checks.fused_latent_norm_rope,
-    outputs=2, fake=_written_latents, written=("q", "latent_cache", "rotated_cache"),
-    schema="latent_norm_rope_cache",
+    LATENT, "latent_norm_rope", calls.LatentNormRope, reference,
+    check=checks.fused_latent_norm_rope, outputs=2, fake=_written_latents,
+    written=("q", "latent_cache", "rotated_cache"), schema="latent_norm_rope_cache",
 )  # fmt: skip
 
 
-def _of_step(call: LatentStep):
+def _of_step(call: calls.LatentStep):
     B, T, H, _ = call.q.shape
     return call.q.new_empty(B, T, H, call.weight.shape[0] // H - call.options.nope)
 
 
 LATENT_STEP = Operation(  # for layers; not part of the API
-    "attention.latent_step", "latent_step", LatentStep, reference, fake=_of_step,
-    check=lambda call: call._replace(options=LatentStepOptions(*call.options)),
+    "attention.latent_step", "latent_step", calls.LatentStep, reference, fake=_of_step,
+    check=lambda call: call._replace(options=calls.LatentStepOptions(*call.options)),
     aligned=("latents", "rotated"), written=("latents", "rotated", "length"),
 )  # fmt: skip
 

@@ -5,6 +5,7 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
+from ..runtime.checks import are_flags
 from ..runtime.ops import needs_grad
 from . import checks, ops
 from .api_context import chunk_with_context, lengths_alone
@@ -120,7 +121,7 @@ def chunk_gated_delta_rule(
         scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
         state_v_first, output_final_state, state_dtype, checkpoint_every,
     )  # fmt: skip
-    checks.are_flags(inplace_final_state=inplace_final_state, recompute=recompute)
+    are_flags(inplace_final_state=inplace_final_state, recompute=recompute)
     settings = (use_gate_in_kernel, chunk_size, recompute)
     if has_initial_state is not None or not inplace_final_state:
         inplace = bool(inplace_final_state)

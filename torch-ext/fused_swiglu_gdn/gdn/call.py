@@ -8,7 +8,7 @@ Sizes: B batch, T tokens, H query/key heads, HV value heads, K and V head dims, 
 of a state pool; C = 64 tokens a chunk, rows of chunks as in chunks.py.
 """
 
-from typing import NamedTuple, Optional, Tuple
+from typing import NamedTuple, Optional, Tuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -110,21 +110,11 @@ class GdnCall(NamedTuple):
     options: GdnOptions
 
 
-class GradientOptions(NamedTuple):
-    """Options of the gradient of the chunked form."""
-
-    values_only: bool  # only the gradients of v and of initial_state are wanted
-    scale: float  # from here on as GdnOptions
-    use_qk_l2norm: bool
-    use_beta_sigmoid: bool
-    allow_neg_eigval: bool
-    state_v_first: bool
-    output_final_state: bool
-    state_dtype: Optional[torch.dtype]
-    checkpoint_every: int
-    save_blocks: bool
-
-    beta_max = property(of_beta)
+# Options of its gradient: whether only those of v and of initial_state are wanted, and the call's.
+GradientOptions = NamedTuple(
+    "GradientOptions", [("values_only", bool), *get_type_hints(GdnOptions).items()]
+)
+GradientOptions.beta_max = property(of_beta)
 
 
 @with_sizes

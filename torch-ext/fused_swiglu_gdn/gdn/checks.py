@@ -5,27 +5,7 @@ from typing import Optional
 
 import torch
 
-from ..runtime.checks import (
-    INDICES,
-    agrees,
-    are_accepted,
-    are_flags,
-    has_form,
-    has_memory,
-    has_shape,
-    holds_cu_seqlens,
-    is_floating,
-    is_floating_dtype,
-    is_null_index,
-    is_number,
-    is_packed,
-    is_tensor,
-    is_written,
-    longest,
-    may_be_written,
-    names_rows,
-    share_heads,
-)
+from ..runtime import checks
 from ..runtime.ops import needs_grad
 from .call import GdnCall, GdnOptions, RecurrentCall, RecurrentOptions
 
@@ -42,25 +22,25 @@ def gated_delta_rule(
     """
     _shapes(call, use_gate_in_kernel)
     if call.cu_seqlens is not None:
-        holds_cu_seqlens("cu_seqlens", call.cu_seqlens, call.T, padded)
+        checks.holds_cu_seqlens("cu_seqlens", call.cu_seqlens, call.T, padded)
     if call.state_indices is not None:
         null = getattr(call.options, "null_index", -1)
         rows = call.initial_state.shape[0]
-        names_rows("state_indices", call.state_indices, rows, null, written)
+        checks.names_rows("state_indices", call.state_indices, rows, null, written)
 
 
 def _shapes(call, use_gate_in_kernel) -> None:
     sizes, q = {}, call.q
-    has_shape("q", q, "B T H K", sizes)
-    has_shape("k", call.k, "B T H K", sizes)
-    has_shape("v", call.v, "B T HV V", sizes)
-    is_floating("q", q)
-    agrees("k", call.k, "q", q)
-    agrees("v", call.v, "q", q)
+    checks.has_shape("q", q, "B T H K", sizes)
+    checks.has_shape("k", call.k, "B T H K", sizes)
+    checks.has_shape("v", call.v, "B T HV V", sizes)
+    checks.is_floating("q", q)
+    checks.agrees("k", call.k, "q", q)
+    checks.agrees("v", call.v, "q", q)
     _heads(sizes)
     gates = "B T HV K" if call.channels else "B T HV"
-    has_form("g", call.g, gates, sizes, "q", q)
-    has_form("beta", call.beta, "B T HV", sizes, "q", q)
+    checks.has_form("g", call.g, gates, sizes, "q", q)
+    checks.has_form("beta", call.beta, "B T HV", sizes, "q", q)
     _gate(use_gate_in_kernel, call, sizes)
     _scale(call.options.scale)
     _sequences(call, sizes)
@@ -68,7 +48,7 @@ def _shapes(call, use_gate_in_kernel) -> None:
 
 
 def rule_flags(options, use_gate) -> None:
-    are_flags(
+    checks.are_flags(
         output_final_state=options.output_final_state,
         use_qk_l2norm_in_kernel=options.use_qk_l2norm,
         use_beta_sigmoid_in_kernel=options.use_beta_sigmoid,
@@ -83,7 +63,7 @@ def rule_flags(options, use_gate) -> None:
 
 
 def _heads(sizes) -> None:
-    share_heads("v", sizes["HV"], "q and k", sizes["H"])
+    checks.share_heads("v", sizes["HV"], "q and k", sizes["H"])
     for name, dim in (("q and k", "K"), ("v", "V")):
         if not 1 <= sizes[dim] <= MAX_HEAD_DIM:
             raise ValueError(
@@ -107,30 +87,30 @@ def _gate(use_gate_in_kernel, call, sizes) -> None:
     sizes["HV*K"] = sizes["HV"] * sizes["K"]
     for (name, x), dims in zip(given, ("HV", "HV*K" if call.channels else "HV")):
         if x is not None:
-            has_form(name, x, dims, sizes, "q", call.q)
+            checks.has_form(name, x, dims, sizes, "q", call.q)
 
 
 def _scale(scale: Optional[float]) -> None:
     if scale is not None:
-        is_number("scale", scale, "positive", " or None")
+        checks.is_number("scale", scale, "positive", " or None")
 
 
 def _sequences(call, sizes) -> None:
     sizes["N"] = sizes["B"]
     if call.cu_seqlens is None:
         return
-    is_packed(call.cu_seqlens, "q", call.q, "T, H, K")
+    checks.is_packed(call.cu_seqlens, "q", call.q, "T, H, K")
     sizes["N"] = call.N
 
 
 def _state(call, sizes) -> None:
     dims = "HV V K" if call.options.state_v_first else "HV K V"
     if call.state_indices is not None:
-        counts = getattr(call, "num_accepted_tokens", None)
+        counts, kinds = getattr(call, "num_accepted_tokens", None), checks.INDICES
         rows = "N" if counts is None else "N 1+S"
         if counts is not None:
-            has_form("num_accepted_tokens", counts, "N", sizes, "q", call.q, INDICES)
-        has_form("state_indices", call.state_indices, rows, sizes, "q", call.q, INDICES)
+            checks.has_form("num_accepted_tokens", counts, "N", sizes, "q", call.q, kinds)
+        checks.has_form("state_indices", call.state_indices, rows, sizes, "q", call.q, kinds)
         if call.initial_state is None:
             raise ValueError(
                 "initial_state must be the state pool when state_indices is given, got None"
@@ -139,7 +119,7 @@ def _state(call, sizes) -> None:
     else:
         dims = "N " + dims
     if call.initial_state is not None:
-        has_form("initial_state", call.initial_state, dims, sizes, "q", call.q)
+        checks.has_form("initial_state", call.initial_state, dims, sizes, "q", call.q)
 
 
 def chunk_size(value: object) -> None:
@@ -165,7 +145,7 @@ def has_initial_state(kept, indices: torch.Tensor) -> None:
     """Checks the flags of sequences, with indices [N] of a checked call."""
     if kept is not None:
         sizes = {"N": indices.shape[0]}
-        has_form("has_initial_state", kept, "N", sizes, "q", indices, (torch.bool,))
+        checks.has_form("has_initial_state", kept, "N", sizes, "q", indices, (torch.bool,))
 
 
 def checkpoint_every(value: object) -> None:
@@ -175,7 +155,7 @@ def checkpoint_every(value: object) -> None:
 
 def state_dtype(value: object) -> None:
     if value is not None:
-        is_floating_dtype("state_dtype", value, ", or None")
+        checks.is_floating_dtype("state_dtype", value, ", or None")
 
 
 def forward_only(function: str, instead: str, **tensors: Optional[torch.Tensor]) -> None:
@@ -192,8 +172,8 @@ def forward_only(function: str, instead: str, **tensors: Optional[torch.Tensor])
 
 def pool_is_written(initial_state: torch.Tensor) -> None:
     """Checks that states can be updated in place."""
-    has_memory("initial_state", initial_state)
-    may_be_written(initial_state=initial_state)
+    checks.has_memory("initial_state", initial_state)
+    checks.may_be_written(initial_state=initial_state)
 
 
 def decode_states(call) -> None:
@@ -201,11 +181,11 @@ def decode_states(call) -> None:
     inplace, all_states = call.options.inplace, call.options.all_states
     if call.output_state_indices is not None:
         written, sizes = call.output_state_indices, {"N": call.N}
-        has_form("output_state_indices", written, "N", sizes, "q", call.q, INDICES)
+        checks.has_form("output_state_indices", written, "N", sizes, "q", call.q, checks.INDICES)
         if call.state_indices is None:
             raise ValueError("state_indices must be given when output_state_indices is, got None")
         rows = call.initial_state.shape[0]
-        names_rows("output_state_indices", written, rows, call.options.null_index)
+        checks.names_rows("output_state_indices", written, rows, call.options.null_index)
     if call.num_accepted_tokens is not None:
         _accepted(call)
     if inplace and call.initial_state is None:
@@ -217,8 +197,8 @@ def decode_states(call) -> None:
     if inplace:
         pool_is_written(call.initial_state)
     if call.out is not None:
-        is_written("out", call.out, "v", call.v)
-    may_be_written(out=call.out)
+        checks.is_written("out", call.out, "v", call.v)
+    checks.may_be_written(out=call.out)
 
 
 def chunk(call: GdnCall, written: bool = True) -> GdnCall:
@@ -257,10 +237,10 @@ def recurrent(call: RecurrentCall) -> RecurrentCall:
 def in_steps(call, use_gate: object):
     """Checks a call of a recurrent form with its own options."""
     options = call.options
-    is_tensor("v", call.v)
+    checks.is_tensor("v", call.v)
     rule_flags(options, use_gate)
-    are_flags(inplace_final_state=options.inplace, output_all_states=options.all_states)
-    is_null_index(options.null_index)
+    checks.are_flags(inplace_final_state=options.inplace, output_all_states=options.all_states)
+    checks.is_null_index(options.null_index)
     written = bool(options.inplace) and call.output_state_indices is None
     gated_delta_rule(call, use_gate, written)
     decode_states(call)
@@ -285,10 +265,10 @@ def _accepted(call) -> None:
         )
     if not call.options.inplace:
         raise ValueError("inplace_final_state must be True when num_accepted_tokens is given")
-    columns, tokens = rows.shape[1], longest(call.cu_seqlens, call.T)
+    columns, tokens = rows.shape[1], checks.longest(call.cu_seqlens, call.T)
     if columns < max(tokens, 1):
         raise ValueError(
             f"state_indices must have a column for each token of a sequence, {tokens}, "
             f"got {columns}"
         )
-    are_accepted(counts, columns)
+    checks.are_accepted(counts, columns)

@@ -2,19 +2,7 @@
 
 import torch
 
-from ..runtime.checks import (
-    INDICES,
-    are_flags,
-    has_form,
-    has_shape,
-    is_cu_seqlens,
-    is_int,
-    is_tensor,
-    is_written,
-    may_be_written,
-    names_rows,
-    readable,
-)
+from ..runtime import checks
 
 
 def options(
@@ -27,13 +15,13 @@ def options(
         "use_chunk_flydsl": use_chunk_flydsl,
         "use_prepare_flydsl": use_prepare_flydsl,
     }
-    are_flags(**backends, use_exp2=use_exp2, inplace_final_state=inplace_final_state)
+    checks.are_flags(**backends, use_exp2=use_exp2, inplace_final_state=inplace_final_state)
     if seq_lens_cpu is not None:
-        is_tensor("seq_lens_cpu", seq_lens_cpu)
+        checks.is_tensor("seq_lens_cpu", seq_lens_cpu)
     if snapshot_dtype is not None and not isinstance(snapshot_dtype, torch.dtype):
         kind = type(snapshot_dtype).__name__
         raise TypeError(f"snapshot_dtype must be a torch.dtype or None, got {kind}")
-    is_tensor("v", v)
+    checks.is_tensor("v", v)
     for name, value in backends.items():
         if value:
             raise ValueError(f"{name} must be False: only Triton kernels are here, got {value!r}")
@@ -42,24 +30,24 @@ def options(
             "initial_state_indices must be given when inplace_final_state is True, got None"
         )
     if o is not None:
-        is_written("o", o, "v", v)
-        may_be_written(o=o)
+        checks.is_written("o", o, "v", v)
+        checks.may_be_written(o=o)
 
 
 def without_decodes(cu_seqlens, num_decodes, num_decode_tokens, v):
     """cu_seqlens, if given, without the leading decode sequences."""
     most, why = 0, ", where cu_seqlens is not given"
     if cu_seqlens is not None:
-        is_cu_seqlens("cu_seqlens", cu_seqlens, "v", v)
+        checks.is_cu_seqlens("cu_seqlens", cu_seqlens, "v", v)
         most, why = len(cu_seqlens) - 1, ", the number of sequences"
-    is_int("num_decodes", num_decodes, 0, most, why)
+    checks.is_int("num_decodes", num_decodes, 0, most, why)
     if cu_seqlens is None:
-        is_int("num_decode_tokens", num_decode_tokens, 0, 0, why)
+        checks.is_int("num_decode_tokens", num_decode_tokens, 0, 0, why)
         return None
-    is_int("num_decode_tokens", num_decode_tokens, 0)
+    checks.is_int("num_decode_tokens", num_decode_tokens, 0)
     if not num_decodes and not num_decode_tokens:
         return cu_seqlens
-    if readable(cu_seqlens) and int(cu_seqlens[num_decodes]) != num_decode_tokens:
+    if checks.readable(cu_seqlens) and int(cu_seqlens[num_decodes]) != num_decode_tokens:
         raise ValueError(
             f"num_decode_tokens must be cu_seqlens[num_decodes], {int(cu_seqlens[num_decodes])}, "
             f"got {num_decode_tokens}"
@@ -72,14 +60,14 @@ def pool(initial_state_indices, initial_state, cu_seqlens, v, written) -> None:
     name, rows, sizes = "initial_state_indices", initial_state_indices, {}
     if rows is None:
         return
-    is_tensor(name, rows)
+    checks.is_tensor(name, rows)
     if initial_state is None:
         raise ValueError(f"initial_state must be the state pool when {name} is given, got None")
-    has_shape("v", v, "B T HV V", sizes)
-    has_shape("initial_state", initial_state, "P HV V K", sizes)
+    checks.has_shape("v", v, "B T HV V", sizes)
+    checks.has_shape("initial_state", initial_state, "P HV V K", sizes)
     sizes["N"] = sizes["B"]
     if cu_seqlens is not None:
-        is_cu_seqlens("cu_seqlens", cu_seqlens, "v", v)
+        checks.is_cu_seqlens("cu_seqlens", cu_seqlens, "v", v)
         sizes["N"] = len(cu_seqlens) - 1
-    has_form(name, rows, "N", sizes, "v", v, INDICES)
-    names_rows(name, rows, sizes["P"], -1, written)
+    checks.has_form(name, rows, "N", sizes, "v", v, checks.INDICES)
+    checks.names_rows(name, rows, sizes["P"], -1, written)

@@ -59,41 +59,21 @@ def chunk_kda(
         v: [B, T, HV, V], V up to 256, HV a multiple of H; the dtype of q.
         g: [B, T, HV, K], the natural logarithm of the decay of each channel, at most 0; or the raw
             input of the gate, see use_gate_in_kernel. Any floating dtype; fp32 is advised.
-        beta: [B, T, HV], the write strength, any floating dtype.
-        scale: factor of the outputs, K ** -0.5 by default. In fp16 kernels take 2^-10 to 2^5, plain
-            torch any other.
-        initial_state: [N, HV, K, V], any floating dtype, or None for zeros; with state_indices the
-            pool [P, HV, K, V].
-        output_final_state: also return the state after the last token.
-        use_qk_l2norm_in_kernel: q and k are divided by sqrt(sum(x ** 2) + 1e-6) first.
         use_gate_in_kernel: g is raw; -exp(A_log) * softplus(g + dt_bias) is used, or with
             lower_bound lower_bound * sigmoid(exp(A_log) * (g + dt_bias)).
-        use_beta_sigmoid_in_kernel: beta is a logit; sigmoid(beta) is used.
-        allow_neg_eigval: with use_beta_sigmoid_in_kernel alone: 2 * sigmoid(beta) is used.
         lower_bound: of the gates, negative, with use_gate_in_kernel; else it changes nothing.
         return_intermediate_states: refused; see checkpoint_every.
-        state_v_first: states are [N, HV, V, K].
-        cu_seqlens: [N + 1], int32 or int64, cumulative lengths of N sequences packed into a batch
-            of one (as in FlashAttention); sequences may be empty. Tokens behind the last one are
-            padding: their outputs and gradients are zero. On a GPU its values are not checked,
-            because that would block the host.
         cp_context: refused.
         safe_gate, disable_recompute, cu_seqlens_cpu, use_graph, max_num_seqs: accepted, and change
             nothing. All gates are safe, and a CUDA graph can capture any call.
         A_log: HV elements in any shape, for use_gate_in_kernel; may be None with lower_bound: the
             factor exp(A_log) is 1 then.
         dt_bias: [HV * K] or [HV, K], for use_gate_in_kernel; may be None.
-        state_indices: [N], int32 or int64: sequence n starts from row state_indices[n] of the pool
-            `initial_state` and its final state is written there. A negative index skips the
-            sequence: its outputs are zero and no row is read or written.
-        has_initial_state: [N], bool, with state_indices: False: the sequence starts from zeros,
-            and its row is not read.
-        inplace_final_state: with state_indices: False leaves the pool unchanged, and final states
-            are returned as without a pool (zeros for a sequence that is skipped).
-        state_dtype: dtype of the returned states, fp32, bf16, fp16 or fp64: fp32 by default, fp64
-            for inputs in fp64. They are computed in that default and rounded once.
-        checkpoint_every: E = 0, or a multiple of 64: also return the states after every E tokens.
         chunk_size: 32 or 64, as in FLA; it changes nothing, chunks have 64 tokens.
+        beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens, state_indices,
+        has_initial_state, inplace_final_state, state_dtype, checkpoint_every: as in
+            chunk_gated_delta_rule.
 
     Returns:
         (o, final_state), or (o, final_state, checkpoints) with checkpoint_every, as of

@@ -6,8 +6,7 @@ from typing import Callable, Dict, NamedTuple, Optional, Tuple
 import torch
 from torch import nn
 
-from ..norm.api import rms_norm
-from ..norm.ops import FAMILY
+from ..norm.api import FAMILY, rms_norm
 from ..runtime import dispatch
 from ..runtime.checks import FLOATING
 from .pinned import Pinned

@@ -83,11 +83,8 @@ class TokenOptions(NamedTuple):
 
 
 @call
-class TokenLogProbs(NamedTuple):
-    hidden: Tensor  # [M, H]
-    weight: Tensor  # [V, H]
-    bias: Optional[Tensor]  # [V]
-    target: Tensor  # [M] int64
+class TokenLogProbs(LinearLoss):
+    __slots__ = ()
     options: TokenOptions
 
 

@@ -2,15 +2,7 @@
 
 import torch
 
-from ..runtime.checks import (
-    has_form,
-    has_last,
-    is_floating,
-    is_int,
-    is_number,
-    readable,
-    same_device,
-)
+from ..runtime import checks
 from ..runtime.ops import needs_grad
 from .call import LinearLoss, LossOptions, TokenLogProbs, TokenOptions
 
@@ -50,22 +42,22 @@ def words_hold_least(M: int, H: int, V: int, trained: bool, size: int) -> bool:
 
 
 def _tensors(hidden, weight, bias, target, ignore_index: int) -> None:
-    has_last("hidden", hidden, "H")
-    is_floating("hidden", hidden)
+    checks.has_last("hidden", hidden, "H")
+    checks.is_floating("hidden", hidden)
     sizes = {"H": hidden.shape[-1]}
-    has_form("weight", weight, "V H", sizes, "hidden", hidden)
+    checks.has_form("weight", weight, "V H", sizes, "hidden", hidden)
     if weight.dtype != hidden.dtype:
         raise TypeError(f"weight must have the dtype of hidden, {hidden.dtype}, got {weight.dtype}")
     if bias is not None:
-        has_form("bias", bias, "V", sizes, "hidden", hidden, (hidden.dtype,))
+        checks.has_form("bias", bias, "V", sizes, "hidden", hidden, (hidden.dtype,))
     if target.dtype is not torch.int64 or target.shape != hidden.shape[:-1]:
         raise ValueError(
             f"target must be int64 of shape {list(hidden.shape[:-1])}, as hidden has it, got "
             f"{target.dtype} of shape {list(target.shape)}"
         )
-    same_device("target", target, "hidden", hidden)
+    checks.same_device("target", target, "hidden", hidden)
     V = weight.shape[0]
-    if readable(target):
+    if checks.readable(target):
         wrong = (target != ignore_index) & ((target < 0) | (target >= V))
         if wrong.any():
             found = target[wrong][0].item()
@@ -78,7 +70,7 @@ def _needs(call) -> tuple:
 
 
 def is_share(smoothing) -> None:
-    is_number("label_smoothing", smoothing, "non-negative")
+    checks.is_number("label_smoothing", smoothing, "non-negative")
     if smoothing > 1:
         raise ValueError(f"label_smoothing must be 0 to 1, got {smoothing}")
 
@@ -87,7 +79,7 @@ def linear_loss(call: LinearLoss) -> LinearLoss:
     hidden, weight, bias, target, (ignore_index, mean, smoothing, z_loss, scale, softcap) = call
     _values(ignore_index, scale, softcap)
     is_share(smoothing)
-    is_number("z_loss", z_loss, "non-negative")
+    checks.is_number("z_loss", z_loss, "non-negative")
     _tensors(hidden, weight, bias, target, ignore_index)
     needs, (M, H) = _needs(call), hidden.shape
     rows = rows_of_piece(H, needs[1])
@@ -99,9 +91,9 @@ def linear_loss(call: LinearLoss) -> LinearLoss:
 
 
 def _values(ignore_index, scale, softcap) -> None:
-    is_int("ignore_index", ignore_index, -(2**31), 2**31 - 1)
-    is_number("scale", scale)
-    is_number("softcap", softcap, "non-negative")
+    checks.is_int("ignore_index", ignore_index, -(2**31), 2**31 - 1)
+    checks.is_number("scale", scale)
+    checks.is_number("softcap", softcap, "non-negative")
 
 
 def token_log_probs(call: TokenLogProbs) -> TokenLogProbs:

@@ -1,15 +1,8 @@
 """Losses over a vocabulary and their gradients as operations."""
 
 from ..runtime.operation import Operation
+from . import call as calls
 from . import checks, reference
-from .call import (
-    CrossEntropy,
-    CrossEntropyGradient,
-    LinearLoss,
-    LinearLossGradient,
-    TokenLogProbs,
-    TokenLogProbsGradient,
-)
 
 FAMILY = "loss.cross_entropy"
 LINEAR = "loss.linear"
@@ -19,13 +12,13 @@ def _wide(x):
     return reference.at_least_fp32(x).dtype
 
 
-def _cross_entropy(call: CrossEntropy) -> tuple:
+def _cross_entropy(call: calls.CrossEntropy) -> tuple:
     logits, target, _ = call
     wide, new = _wide(logits), logits.new_empty
     return new((), dtype=wide), new((3, target.shape[0]), dtype=wide), new((), dtype=wide)
 
 
-def _linear_loss(call: LinearLoss) -> tuple:
+def _linear_loss(call: calls.LinearLoss) -> tuple:
     hidden, weight, bias, _, o = call
     wide, new = _wide(hidden), hidden.new_empty
     kept = reference.kept_by_loss(hidden, weight, bias, o.smoothing, o.z_loss, *o[6:])
@@ -33,7 +26,7 @@ def _linear_loss(call: LinearLoss) -> tuple:
     return (new((), dtype=wide), new((), dtype=wide), *kept)
 
 
-def _tokens(call: TokenLogProbs) -> tuple:
+def _tokens(call: calls.TokenLogProbs) -> tuple:
     hidden, target, o = call.hidden, call.target, call.options
     wide, M = _wide(hidden), target.shape[0]
     count = 4 if o.more else 2
@@ -48,24 +41,25 @@ def _gradients(call) -> tuple:
 
 
 CROSS_ENTROPY = Operation(
-    FAMILY, "cross_entropy_fwd", CrossEntropy, reference, outputs=3, fake=_cross_entropy
+    FAMILY, "cross_entropy_fwd", calls.CrossEntropy, reference, outputs=3, fake=_cross_entropy
 )  # fmt: skip
 GRADIENT = Operation(
-    FAMILY, "cross_entropy_bwd", CrossEntropyGradient, reference, like=("logits",)
+    FAMILY, "cross_entropy_bwd", calls.CrossEntropyGradient, reference, like=("logits",)
 )  # fmt: skip
 LINEAR_LOSS = Operation(
-    LINEAR, "linear_loss_fwd", LinearLoss, reference, check=checks.linear_loss, outputs=6,
+    LINEAR, "linear_loss_fwd", calls.LinearLoss, reference, check=checks.linear_loss, outputs=6,
     fake=_linear_loss,
 )  # fmt: skip
 LINEAR_LOSS_GRADIENT = Operation(
-    LINEAR, "linear_loss_bwd", LinearLossGradient, reference, outputs=3, fake=_gradients
+    LINEAR, "linear_loss_bwd", calls.LinearLossGradient, reference, outputs=3, fake=_gradients
 )  # fmt: skip
 TOKENS = Operation(
-    LINEAR, "token_log_probs_fwd", TokenLogProbs, reference, check=checks.token_log_probs,
+    LINEAR, "token_log_probs_fwd", calls.TokenLogProbs, reference, check=checks.token_log_probs,
     outputs=5, fake=_tokens,
 )  # fmt: skip
 TOKENS_GRADIENT = Operation(
-    LINEAR, "token_log_probs_bwd", TokenLogProbsGradient, reference, outputs=3, fake=_gradients
+    LINEAR, "token_log_probs_bwd", calls.TokenLogProbsGradient, reference, outputs=3,
+    fake=_gradients,
 )  # fmt: skip
 
 

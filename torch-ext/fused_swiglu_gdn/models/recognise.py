@@ -15,7 +15,7 @@ from ..fp8.ops import MULTIPLY
 from ..layers import attention, decoder, gdn_form, kda, latent_attention, lora, norm, swiglu
 from ..layers.fp8 import linear as fp8
 from ..lora.ops import FAMILY as LORA
-from ..norm.ops import FAMILY as NORM
+from ..norm.api import FAMILY as NORM
 from . import moe_blocks
 from .attention_trial import attention_form, is_attention
 from .code import Refused

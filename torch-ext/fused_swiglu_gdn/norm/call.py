@@ -6,6 +6,8 @@ from torch import Tensor
 
 from ..runtime.call import call
 
+CASTING_MODES = ("llama", "gemma")
+
 
 class RmsNormOptions(NamedTuple):
     eps: float  # added to the mean square

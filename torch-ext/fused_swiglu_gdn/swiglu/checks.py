@@ -2,40 +2,28 @@
 
 import torch
 
+from ..runtime import checks
 from ..runtime.activations import OF_SWIGLU, SAME
 from ..runtime.call import tensors_in
-from ..runtime.checks import (
-    agrees,
-    are_flags,
-    has_last,
-    has_shape,
-    has_shape_of,
-    is_eager,
-    is_floating,
-    is_floating_dtype,
-    is_int,
-    is_one_of,
-    is_tensor,
-)
 from .call import MlpOptions, SiluMul, Swiglu, SwigluMlp, SwigluOptions
 
 
 def _projections(x, w_gate, w_up, b_gate, b_up, activation) -> None:
-    has_last("x", x, "K")
-    is_floating("x", x)
+    checks.has_last("x", x, "K")
+    checks.is_floating("x", x)
     sizes = {"K": x.shape[-1]}
     _linear("w_gate", w_gate, "N K", "b_gate", b_gate, sizes, x)
     _linear("w_up", w_up, "N K", "b_up", b_up, sizes, x)
-    is_one_of("activation", activation, OF_SWIGLU)
+    checks.is_one_of("activation", activation, OF_SWIGLU)
 
 
 def _linear(name, weight, dims, bias_name, bias, sizes, x) -> None:
     """Checks weight and bias of one product; dims of the weight: those of its rows first."""
-    has_shape(name, weight, dims, sizes)
-    agrees(name, weight, "x", x)
+    checks.has_shape(name, weight, dims, sizes)
+    checks.agrees(name, weight, "x", x)
     if bias is not None:
-        has_shape(bias_name, bias, dims.split()[0], sizes)
-        agrees(bias_name, bias, "x", x)
+        checks.has_shape(bias_name, bias, dims.split()[0], sizes)
+        checks.agrees(bias_name, bias, "x", x)
 
 
 def _named(activation: str) -> str:
@@ -57,29 +45,29 @@ def fused_swiglu_mlp(call: SwigluMlp) -> SwigluMlp:
 
 def silu_mul(call: SiluMul) -> SiluMul:
     gate, up, (activation,) = call
-    has_last("gate", gate, "N")
-    is_floating("gate", gate)
-    has_shape_of("up", up, "gate", gate)
-    agrees("up", up, "gate", gate)
-    is_one_of("activation", activation, OF_SWIGLU)
+    checks.has_last("gate", gate, "N")
+    checks.is_floating("gate", gate)
+    checks.has_shape_of("up", up, "gate", gate)
+    checks.agrees("up", up, "gate", gate)
+    checks.is_one_of("activation", activation, OF_SWIGLU)
     return SiluMul(gate, up, SwigluOptions(_named(activation)))
 
 
 def _training_modes(recompute: bool, main_grad: bool) -> tuple:
-    are_flags(recompute=recompute, main_grad=main_grad)
-    is_eager(main_grad)
+    checks.are_flags(recompute=recompute, main_grad=main_grad)
+    checks.is_eager(main_grad)
     return bool(recompute), bool(main_grad)
 
 
 def packed_weight(name: str, weight: object, rows: int, columns: int) -> None:
     """Checks the shape of FusedSwiGLU's `weight`, or of its transpose."""
-    is_tensor(name, weight)
+    checks.is_tensor(name, weight)
     if weight.shape != (rows, columns):
         raise ValueError(f"{name} must have shape [{rows}, {columns}], got {list(weight.shape)}")
 
 
 def module_input(x: object, in_features: int) -> None:
-    is_tensor("x", x)
+    checks.is_tensor("x", x)
     if x.ndim < 1 or x.shape[-1] != in_features:
         raise ValueError(f"x must have shape [..., {in_features}], got {list(x.shape)}")
 
@@ -95,20 +83,20 @@ def linears(gate: object, up: object) -> None:
             f"up must have the weight shape of gate, {list(gate.weight.shape)}, "
             f"got {list(up.weight.shape)}"
         )
-    agrees("up", up.weight, "gate", gate.weight)
+    checks.agrees("up", up.weight, "gate", gate.weight)
     if gate.weight.is_meta:
         raise ValueError("gate must have a weight to copy, got one on meta")
 
 
 def module_sizes(in_features: object, hidden_dim: object, block: object) -> None:
     for name, value in (("in_features", in_features), ("hidden_dim", hidden_dim), ("block", block)):
-        is_int(name, value, 1)
+        checks.is_int(name, value, 1)
 
 
 def module_options(weight_grad: object, gate_first: object, device: object, dtype: object) -> None:
-    are_flags(weight_grad=weight_grad, gate_first=gate_first)
+    checks.are_flags(weight_grad=weight_grad, gate_first=gate_first)
     if dtype is not None:
-        is_floating_dtype("dtype", dtype, ", or None")
+        checks.is_floating_dtype("dtype", dtype, ", or None")
     try:
         torch.empty(0, device=device)
     except (TypeError, RuntimeError) as error:

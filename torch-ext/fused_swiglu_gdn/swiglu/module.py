@@ -6,6 +6,7 @@ from typing import Tuple
 import torch
 from torch import Tensor, nn
 
+from ..runtime.checks import is_floating
 from . import checks
 from .api import fused_swiglu
 
@@ -72,7 +73,7 @@ class FusedSwiGLU(nn.Module):
         """Assigning a parameter to Wf makes its transpose the parameter `weight`."""
         if name == "Wf":
             checks.packed_weight("Wf", value, self.in_features, 2 * self.hidden_dim)
-            checks.is_floating("Wf", value)
+            is_floating("Wf", value)
             stored = value.detach().t().contiguous()
             name, value = "weight", nn.Parameter(stored, requires_grad=value.requires_grad)
         super().__setattr__(name, value)
