@@ -68,7 +68,7 @@ def test_products(device):
         whole = few(x, weights, scales)
         assert whole.shape == (64, sum(rows))
         assert relative_error(whole, torch.cat(exact, 1)) < 4e-3
-        for M in (1, 15, 17, 33):
+        for M in (1, 17, 33):
             assert torch.equal(few(x[:M].contiguous(), weights, scales), whole[:M]), (rows, M)
 
 
