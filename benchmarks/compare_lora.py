@@ -1,8 +1,9 @@
 """Training steps of LoRA by the peft package: transformers alone, and kernelized.
 
-    python benchmarks/compare_lora.py [--rounds 8] [--json FILE]     on a GPU
+    python benchmarks/compare_lora.py [--rounds 8] [--bf16] [--json FILE]     on a GPU
 
-Models of random weights in bf16 with adapters of rank 16 in fp32 on all projections, under AdamW.
+Models of random weights in bf16 with adapters of rank 16 on all projections, under AdamW. Adapters
+are in fp32 as PEFT makes them, or with --bf16 as with its autocast_adapter_dtype=False.
 All sides take each step in turns, from an idle GPU to an idle GPU: the record has the medians, the
 launches and the GPU's own time of a step, and its peak memory with the model in it. `skip_lora` is
 kernelize(model, skip=["lora"]). With dropout, masks of ours and of PEFT's are not the same.
@@ -34,7 +35,7 @@ MODELS = {  # the class, its sizes, sequences and tokens
 SIDES = {"ours": {}, "skip_lora": {"skip": ["lora"]}, "modeling": None}
 
 
-def model_of(name: str, sizes: dict, dropout: float):
+def model_of(name: str, sizes: dict, dropout: float, low: bool):
     import peft
     import transformers
 
@@ -45,7 +46,7 @@ def model_of(name: str, sizes: dict, dropout: float):
         r=16, lora_alpha=32, lora_dropout=dropout, target_modules="all-linear",
         task_type="CAUSAL_LM",
     )  # fmt: skip
-    return peft.get_peft_model(model.train(), how)
+    return peft.get_peft_model(model.train(), how, autocast_adapter_dtype=not low)
 
 
 def step_of(model, ids: torch.Tensor):
@@ -60,10 +61,10 @@ def step_of(model, ids: torch.Tensor):
     return step
 
 
-def measure(package, what: str, dropout: float, rounds: int) -> dict:
+def measure(package, what: str, dropout: float, rounds: int, low: bool) -> dict:
     name, sizes, shape = MODELS[what]
     torch.manual_seed(0)
-    base = model_of(name, sizes, dropout)
+    base = model_of(name, sizes, dropout, low)
     ids = torch.randint(sizes["vocab_size"], shape, device="cuda")
     steps = {}
     for side, options in SIDES.items():
@@ -84,9 +85,8 @@ def measure(package, what: str, dropout: float, rounds: int) -> dict:
     for _ in range(rounds):
         for side, step in steps.items():
             times[side].append(seconds(step) * 1e6)
-    row = {
-        "what": f"{what}, {shape[0]} x {shape[1]} tokens" + f", dropout {dropout}" * (dropout > 0)
-    }
+    more = f", dropout {dropout}" * (dropout > 0) + ", adapters in bf16" * low
+    row: dict = {"what": f"{what}, {shape[0]} x {shape[1]} tokens{more}"}
     row["us"] = {side: statistics.median(found) for side, found in times.items()}
     kernels = {side: kernels_of(step) for side, step in steps.items()}
     row["launches"] = {side: len(found) for side, found in kernels.items()}
@@ -97,13 +97,17 @@ def measure(package, what: str, dropout: float, rounds: int) -> dict:
 
 def rows(package, options):
     for what in MODELS:
-        yield measure(package, what, 0.0, options.rounds)
+        yield measure(package, what, 0.0, options.rounds, options.bf16)
         torch.cuda.empty_cache()
-    yield measure(package, "Llama-8B's shape, 8 layers", 0.05, options.rounds)
+    if not options.bf16:
+        yield measure(package, "Llama-8B's shape, 8 layers", 0.05, options.rounds, False)
 
 
-ARGUMENTS = {"--rounds": {"type": int, "default": 8}}
+ARGUMENTS = {
+    "--rounds": {"type": int, "default": 8},
+    "--bf16": {"action": "store_true", "help": "adapters in bf16"},
+}
 
 
 if __name__ == "__main__":
-    run(__doc__, "lora", rows, ARGUMENTS)
+    run(__doc__, "lora", rows, ARGUMENTS, merge=True)

@@ -936,12 +936,12 @@ calls(_choose, "sampling, choice", {
 # --- adapters
 
 
-def _adapters(kernel, M, K, outputs, rank, drop=0.0):
+def _adapters(kernel, M, K, outputs, rank, drop=0.0, dtype=FP32):
     ops = submodule("lora.ops")
     given = (
         values(M, K, grad=True), [values(N, K) for N in outputs], [None] * len(outputs),
-        [values(rank, K, dtype=FP32, grad=True) for _ in outputs],
-        [values(N, rank, dtype=FP32, grad=True) for N in outputs],
+        [values(rank, K, dtype=dtype, grad=True) for _ in outputs],
+        [values(N, rank, dtype=dtype, grad=True) for N in outputs],
         (2.0,) * len(outputs), (drop,) * len(outputs),
     )  # fmt: skip
     return with_gradients(lambda: sum([y.sum().view(1) for y in ops.adapted(*given)]), given[0])
@@ -951,6 +951,7 @@ calls(_adapters, "adapters", {
     "q, k, v": dict(M=4096, K=4096, outputs=(4096, 1024, 1024), rank=16),
     "down": dict(M=4096, K=14336, outputs=(4096,), rank=64),
     "gate, up, with dropout": dict(M=4096, K=576, outputs=(1536, 1536), rank=8, drop=0.05),
+    "in bf16": dict(M=4096, K=4096, outputs=(4096, 1024, 1024), rank=16, dtype=BF16),
 })  # fmt: skip
 
 

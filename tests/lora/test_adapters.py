@@ -22,7 +22,7 @@ SIZES = [
 # of x, and of the adapters; in the interpreter products in bf16 are not right
 DTYPES = [(torch.float32, torch.float32)]
 if not INTERPRETING:
-    DTYPES.append((torch.bfloat16, torch.float32))
+    DTYPES += [(torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)]
 
 
 @pytest.fixture

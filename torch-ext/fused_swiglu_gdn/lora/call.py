@@ -30,11 +30,11 @@ class Lora(NamedTuple):
     bias1: Optional[Tensor]
     bias2: Optional[Tensor]
     bias3: Optional[Tensor]
-    a0: Tensor  # [r, K] fp32
+    a0: Tensor  # [r, K] fp32, or in the dtype of x
     a1: Optional[Tensor]
     a2: Optional[Tensor]
     a3: Optional[Tensor]
-    b0: Tensor  # [N, r] fp32
+    b0: Tensor  # [N, r] likewise
     b1: Optional[Tensor]
     b2: Optional[Tensor]
     b3: Optional[Tensor]

@@ -2,11 +2,11 @@
 
     h_i = dropout(x) a_i^T,  y_i = x w_i^T + bias_i + scale_i h_i b_i^T
 
-Adapters are fp32 and computed so; results are rounded to the dtype of x once more than the
-projection's own.
+Adapters are computed in fp32 at least, also those in the dtype of x; results are rounded to the
+dtype of x once more than the projection's own.
 """
 
-from typing import Optional, Tuple
+from typing import Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -43,10 +43,16 @@ def _dropped(x: Tensor, seed: Optional[Tensor], adapter: int, p: float) -> Tenso
     return torch.where(is_kept(seed, adapter, *x.shape, p), x / (1.0 - p), 0.0)
 
 
+def _wide(tensors: Sequence[Optional[Tensor]]) -> list:
+    """The adapters in fp32 at least."""
+    return [x if x is None else x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
+
+
 def lora_fwd(x: Tensor, *more) -> Tuple[Tensor, ...]:
     """h [M, R] of all adapters, and y [M, N] of each projection."""
     *tensors, seed, scales, drops, known = more
-    weights, biases, down, up = _four(tuple(tensors))
+    weights, biases, *adapters = _four(tuple(tensors))
+    down, up = map(_wide, adapters)
     found, hs, wide = [], [], x.to(down[0].dtype)
     for i, (scale, p) in enumerate(zip(scales, drops)):
         hs.append(_dropped(wide, seed, i, p) @ down[i].t())
@@ -58,13 +64,14 @@ def lora_fwd(x: Tensor, *more) -> Tuple[Tensor, ...]:
 def lora_bwd(x: Tensor, h: Tensor, seed: Optional[Tensor], *more) -> tuple:
     """dx, and da and db of each adapter; None where they are not needed."""
     *tensors, scales, drops, known, of_x, of_a, of_b = more
-    weights, down, up, dys = _four(tuple(tensors))
+    weights, *adapters, dys = _four(tuple(tensors))
+    down, up = map(_wide, adapters)
     dx, das, dbs, at, wide = None, [], [], 0, x.to(h.dtype)
     for i, (scale, p) in enumerate(zip(scales, drops)):
         given, rank = dys[i].to(h.dtype) * scale, len(down[i])
         dh = given @ up[i]
-        das.append(dh.t() @ _dropped(wide, seed, i, p) if of_a else None)
-        dbs.append(given.t() @ h[:, at : at + rank] if of_b else None)
+        das.append((dh.t() @ _dropped(wide, seed, i, p)).to(adapters[0][i]) if of_a else None)
+        dbs.append((given.t() @ h[:, at : at + rank]).to(adapters[1][i]) if of_b else None)
         at += rank
         if of_x:
             part = _dropped(dh @ down[i], seed, i, p).to(x.dtype)

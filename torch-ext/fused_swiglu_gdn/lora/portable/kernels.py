@@ -4,9 +4,9 @@
     wide     y_i [M, N_i] += scale_i h_i w_i^T, in place: y of h and b; dx of dh and a, all in one
     weights  out_i [C_i, r_i] = scale_i z_i^T h_i: db of dy and h, da of x and dh
 
-x, y and their gradients are in bf16 (or fp32), adapters, h and their gradients in fp32. There an
-fp32 factor is the sum of two in bf16, so that tensor cores multiply it with a relative error of
-2^-17; sums are fp32.
+x, y and their gradients are in bf16 (or fp32), h and dh in fp32, adapters and their gradients in
+fp32 or in the dtype of x. An fp32 factor beside bf16 is the sum of two in bf16, so that tensor
+cores multiply it with a relative error of 2^-17; sums are fp32.
 
 A launch serves up to MOST adapters; those behind the last are None. Sizes: M tokens, r ranks.
 
@@ -48,8 +48,10 @@ def _is_kept(seed_ptr, adapter: tl.constexpr, rows, words, p):
 
 @triton.jit
 def _dot(x, w, total, SPLIT: tl.constexpr):
-    """total + x w for an x that is not fp32 where SPLIT, and w in fp32."""
-    if SPLIT:
+    """total + x w for an x that is not fp32 where SPLIT, and w in fp32 or in the dtype of x."""
+    if SPLIT and w.dtype == x.dtype:
+        total = tl.dot(x, w, total)
+    elif SPLIT:
         high, low = _split(w, x.dtype)
         total = tl.dot(x, low, total)
         total = tl.dot(x, high, total)

@@ -38,7 +38,7 @@ def _is_served(x, weights: list, down: list, up: list) -> bool:
         and x.numel() > 0
         and x.stride(1) == 1
         and all([w.dtype is dtype and w.stride(1) == 1 for w in weights])
-        and all([t.dtype is torch.float32 and t.is_contiguous() for t in wide])
+        and all([t.dtype in (torch.float32, dtype) and t.is_contiguous() for t in wide])
         and max([len(a) for a in down]) <= MAX_RANK
         and max([t.numel() for t in wide]) < 2**31
         and max([len(b) for b in up]) * x.shape[0] < 2**46
