@@ -1,10 +1,13 @@
 """Adapters of the peft package: kernelized models with them give what they gave."""
 
 import copy
+import importlib
+import sys
+import types
 
 import pytest
 import torch
-from conftest import load_example
+from conftest import load_example, relative_error
 from test_model_layers import SOME, assert_same, kinds_of, logits, serving
 from tiny_models import random_model, tokens
 
@@ -213,8 +216,14 @@ def test_adapters_in_bf16(kernel):
 class Called(torch.nn.Linear):
     """Stands for a quantised linear: its product is its own, and its weight gets no gradient."""
 
+    def count(self):
+        """One more call."""
+
     def forward(self, x):
-        return torch.nn.functional.linear(x, self.weight.detach(), self.bias) * 2
+        self.count()
+        with torch.autocast(x.device.type, enabled=False):  # results are in the dtype of x
+            weight = self.weight.detach().to(x.dtype)
+            return torch.nn.functional.linear(x, weight, self.bias) * 2
 
 
 def test_base_layers_that_are_called(kernel):
@@ -229,6 +238,37 @@ def test_base_layers_that_are_called(kernel):
         same_step(model, served, tokens(2, 9), 10 if some else 8)
         assert "base layer" not in str(kernel.kernelize(served))
         same_step(model, served, tokens(2, 9), 10 if some else 8)
+
+
+@pytest.mark.parametrize("kind", ["Linear4bit", "Linear8bitLt"])
+def test_bases_of_bitsandbytes(kernel, monkeypatch, kind):
+    """PEFT's own classes over those of a stand-in for the package. Under autocast, base layers of
+    an fp32 input give fp32: they are called once, and adapters are PEFT's."""
+    stand_in = types.ModuleType("bitsandbytes")
+    stand_in.nn, stand_in.__spec__ = types.SimpleNamespace(**{kind: Called}), types.SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "bitsandbytes", stand_in)
+    imports = importlib.import_module("peft.import_utils")
+    for name in ("is_bnb_available", "is_bnb_4bit_available"):
+        monkeypatch.setattr(imports, name, lambda: True)
+    home, parent = "peft.tuners.lora.bnb", importlib.import_module("peft.tuners.lora")
+    importlib.import_module(home)
+    monkeypatch.setattr(parent, "bnb", None, raising=False)
+    monkeypatch.delitem(sys.modules, home)
+    kinds = importlib.import_module(home)
+    model = both(kernel)[0]
+    for module in list(model.modules()):
+        if hasattr(module, "lora_A"):
+            module.__class__, module.base_layer.__class__ = getattr(kinds, kind), Called
+    served, calls = copy.deepcopy(model), []
+    assert "LoraLinear" in kinds_of(kernel.kernelize(served))
+    same_step(model, served, tokens(2, 9), 8)
+    monkeypatch.setattr(Called, "count", lambda base: calls.append(base))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, gradients, _ = step(model, tokens(2, 9))
+        before = len(calls)
+        found = step(served, tokens(2, 9))
+    assert found[2] == 2 and len(calls) == 2 * before == 2 * 14  # those of o, whose x is bf16
+    assert relative_error(found[0], loss) < 1e-2 and found[1].keys() == gradients.keys()
 
 
 def test_dropout(kernel):

@@ -1,9 +1,9 @@
 """Projections with LoRA adapters of the peft package, several of one tensor in few launches.
 
 A module is served while it is what kernelize has looked at: PEFT's own Linear over a plain frozen
-nn.Linear, or over a module that is called, such as transformers' FP8Linear, with one active adapter
-that is not merged, not disabled and no variant of LoRA. All else is asked at every call, and left
-to PEFT's own forward.
+nn.Linear, or over a module that is called, such as transformers' FP8Linear or bitsandbytes'
+Linear4bit, with one active adapter that is not merged, not disabled and no variant of LoRA. All
+else is asked at every call, and left to PEFT's own forward.
 """
 
 import functools
@@ -95,7 +95,9 @@ def projections(
     there = [i for i, p in enumerate(parts) if p is not None and p.down.shape[1] == K]
     places = [i for i in there if parts[i].weight is not None and parts[i].weight.dtype is dtype]
     known = not places
-    places = ([i for i in there if parts[i].weight is None] if known else places)[:MOST]
+    if known and dtype is given.dtype:  # products of base layers are in theirs
+        places = [i for i in there if parts[i].weight is None]
+    places = places[:MOST]
     found = [parts[i] for i in places]
     if not any([p.down.requires_grad or p.up.requires_grad for p in found]):
         return None

@@ -308,7 +308,8 @@ def _names(own: type) -> tuple:
 def _why_not(module: nn.Module) -> Optional[str]:
     head, own = module.lm_head, own_class(module)
     if own_class(head) is not nn.Linear:
-        return f"its lm_head is a {own_class(head).__name__}, not an nn.Linear"
+        kind = own_class(head)
+        return f"its lm_head is a {kind.__module__}.{kind.__name__}, not an nn.Linear"
     replaced = why_replaced(module) or why_replaced(head)
     if replaced is not None:
         return replaced

@@ -10,15 +10,19 @@ from ..layers import lora
 from ..layers.own_code import is_in_its_file
 from .serving import own_class
 
-HOME = "peft.tuners.lora.layer"
+# modules of PEFT, and their classes whose forward is base_layer(x) + scaling B(A(dropout(x)))
+HOMES = {
+    "peft.tuners.lora.layer": ("Linear",),
+    "peft.tuners.lora.bnb": ("Linear4bit", "Linear8bitLt"),
+}
 
 
 @functools.cache
 def _is_pefts(kind: type) -> bool:
-    """True for PEFT's Linear, with its forward as its file has it."""
-    module = sys.modules.get(HOME)
-    own = getattr(module, "Linear", None)
-    return kind is own and is_in_its_file(kind.__dict__.get("forward"), "peft")
+    """True for one of these classes, with its forward as its file has it."""
+    own = kind.__name__ in HOMES.get(kind.__module__, ())
+    own = own and getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
+    return own and is_in_its_file(kind.__dict__.get("forward"), "peft")
 
 
 def is_lora(kind: type) -> bool:
@@ -39,7 +43,7 @@ def lora_linear(module: nn.Module) -> Optional[tuple]:
 def note_of(module: nn.Module) -> Optional[str]:
     """The remark about a served module, or None."""
     dropouts = module._modules.get("lora_dropout")
-    if own_class(module).__module__ != HOME or dropouts is None:
+    if own_class(module).__module__ not in HOMES or dropouts is None:
         return None
     drops = any([getattr(x, "p", 0.0) > 0 for x in dropouts._modules.values()])
     return "dropout by masks of its own (docs/training.md)" if drops else None
