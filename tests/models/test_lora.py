@@ -173,10 +173,12 @@ def test_autocast_checkpoints_and_no_gradient(kernel):
         served(ids, labels=ids).loss.backward()
     assert "lora_fwd" not in record
     with serving() as record:
-        assert_same(logits(served, ids), logits(model, ids))
+        assert_same(logits(served.eval(), ids), logits(model.eval(), ids))
     assert "lora_fwd" not in record
+    with serving() as record:  # as in the forward of a checkpoint
+        assert_same(logits(served.train(), ids), logits(model.train(), ids))
+    assert len(record["lora_fwd"]) == 8
     for each in (model, served):
-        each.train()
         each.enable_input_require_grads()
         each.base_model.model.gradient_checkpointing_enable()
     same_step(model, served, ids, 16)
@@ -291,13 +293,14 @@ def test_dropout(kernel):
         means.append((losses.mean(), losses.std() / 40**0.5))
     (a, s), (b, t) = means
     assert (a - b).abs() < 5 * (s**2 + t**2).sqrt()
-    served.base_model.model.gradient_checkpointing_enable()
     served.enable_input_require_grads()
-    torch.manual_seed(0)
-    loss, gradients, _ = step(served, ids)
-    assert torch.equal(loss, found[0][0])
-    for n, gradient in found[0][1].items():  # the same masks again
-        torch.testing.assert_close(gradients[n], gradient)
+    for reentrant in (False, True):
+        served.base_model.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        torch.manual_seed(0)
+        loss, gradients, count = step(served, ids)
+        assert torch.equal(loss, found[0][0]) and count == 16
+        for n, gradient in found[0][1].items():  # the same masks again
+            torch.testing.assert_close(gradients[n], gradient)
 
 
 def test_a_class_that_is_set_afterwards(kernel):

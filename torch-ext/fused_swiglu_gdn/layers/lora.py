@@ -69,12 +69,17 @@ def parts_of(module: nn.Module) -> Optional[Parts]:
     return Parts(weight, bias, a, b, float(scale), float(drop)) if drop < 1 else None
 
 
+def is_step(module: nn.Module) -> bool:
+    """True in a training step, and in the forward of a checkpoint, which has no gradient: it draws
+    the dropouts that the forward in the backward pass repeats."""
+    return torch.is_grad_enabled() or getattr(module, "training", False)
+
+
 def _may_serve(x: torch.Tensor) -> bool:
     return (
         type(x) in PLAIN_TENSORS
         and x.ndim > 1
         and (x.numel() >= FEWEST * x.shape[-1] or dispatch.forced is not None)
-        and torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
         and not x.is_nested
     )
@@ -85,7 +90,7 @@ def projections(
 ) -> Optional[List[torch.Tensor]]:
     """linear(x) of each of several modules, of which some are served, or None if all must be
     called. call(x, *modules): calls several modules, such as base layers."""
-    if not _may_serve(x) or not torch_unpatched():
+    if not is_step(linears[0]) or not _may_serve(x) or not torch_unpatched():
         return None
     parts = [parts_of(linear) for linear in linears]
     given, (x,) = x, autocast(x)  # PEFT's adapters are in autocast's dtype, ours still in fp32

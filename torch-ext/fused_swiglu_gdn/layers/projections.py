@@ -44,7 +44,7 @@ def projections(
             else:
                 others = (linear(x) for linear in rest)
             return [next(others) if y is None else y for y in found]
-    if lora.FORMS and torch.is_grad_enabled():
+    if lora.FORMS and lora.is_step(linears[0]):
         found = lora.projections(x, linears, projections)
         if found is not None:
             return found
