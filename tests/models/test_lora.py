@@ -247,7 +247,10 @@ def test_bases_of_bitsandbytes(kernel, monkeypatch, kind):
     """PEFT's own classes over those of a stand-in for the package. Under autocast, base layers of
     an fp32 input give fp32: they are called once, and adapters are PEFT's."""
     stand_in = types.ModuleType("bitsandbytes")
-    stand_in.nn, stand_in.__spec__ = types.SimpleNamespace(**{kind: Called}), types.SimpleNamespace()
+    stand_in.nn, stand_in.__spec__ = (
+        types.SimpleNamespace(**{kind: Called}),
+        types.SimpleNamespace(),
+    )
     monkeypatch.setitem(sys.modules, "bitsandbytes", stand_in)
     imports = importlib.import_module("peft.import_utils")
     for name in ("is_bnb_available", "is_bnb_4bit_available"):
