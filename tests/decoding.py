@@ -25,6 +25,7 @@ FAMILIES = {
     "mistral": {"sliding_window": 64},
     "gemma2": WIDE,
     "gemma3_text": WIDE,
+    "gpt_oss": {"num_local_experts": 4, **WIDE},
     "phi3": {},
     "granite": {},
     "kimi_linear": KDA["kimi_linear"],

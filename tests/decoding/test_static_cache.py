@@ -5,12 +5,13 @@ import decoding
 import pytest
 import torch
 from conftest import submodule
-from decoding import on_every_device, padded, tiny
+from decoding import WIDER, on_every_device, padded, tiny
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
 device, graph = decoding.device, decoding.graph  # fixtures
 NEW = 20
+SIZES = {name: size for name, size in WIDER.items() if not name.startswith("linear")}
 
 
 def served(name, device, **changes):
@@ -122,6 +123,22 @@ def test_windows_that_fill(kernel, graph, device, window, captures):
     found = plain(model, ids)
     assert graph.captures == captures
     assert torch.equal(found, own(model, ids, cache_implementation="static"))
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("window, captures", [(8, 1), (16, 2)])
+@on_every_device
+def test_kernels_of_full_windows(kernel, graph, device, name, window, captures):
+    """Kernels of 16 bits in graphs, of two sequences of which one is padded: graphs repeat steps to
+    the bit, so that their tokens are those of steps without graphs on the same cache."""
+    sizes = {**SIZES, "sliding_window": window}
+    model = tiny(name, device, initializer_range=0.1, **sizes).bfloat16()
+    assert kernel.kernelize(model, cuda_graphs=True).rows[-1].note == "CUDA graph"
+    ids, mask = padded(2, 9, device)
+    found = plain(model, ids, attention_mask=mask)
+    assert (graph.captures, graph.replays) == (captures, NEW - 1 - captures)
+    words = {"attention_mask": mask, "cache_implementation": "static"}
+    assert torch.equal(found, own(model, ids, **words))
 
 
 @on_every_device

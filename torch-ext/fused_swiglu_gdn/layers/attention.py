@@ -4,24 +4,19 @@ Sizes: B rows, T tokens, HQ and HK heads, D head dim, R rotary dim, S slots of a
 """
 
 import functools
-import sys
-from types import BuiltinFunctionType
 from typing import Callable, NamedTuple, Optional, Sequence, Tuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from ..attention import ops
-from ..attention.api import attention_with_kvcache, fused_qk_norm_rope, sigmoid_gate
-from ..runtime import device, dispatch
-from ..runtime.dtypes import HALF
+from ..attention.api import fused_qk_norm_rope, sigmoid_gate
+from .few_tokens import by_torch, decodes
 from .forward import Arguments, Interface, Value, Word, Words, forward_by
 from .fp8 import out as fp8_out
 from .fp8.weights import FORMS as FP8_FORMS
+from .gates import GATE_FUNCTIONS
 from .norm import does_nothing, parameters_of_norm
 from .pinned import Pinned
-from .plain import PLAIN_TENSORS
 from .positions import scale_by_position
 from .projections import projections
 from .slots import slots_of
@@ -31,10 +26,7 @@ GATES, NORMS = (False, True), ("none", "head", "all")
 # tables (GLM); neighbours, by tables that have their channels side by side (GLM-4V); half a head
 # apart, by tables with one angle for both (gpt-oss)
 ROTARY = ("halves", "pairs", "channels", "angles")
-KERNEL = (ops.FAMILY, "kvcache_attention")
 FEW = 8  # tokens of a round of drafts, of which each has a mask of its own
-# with any of these SDPA does something else than attention by its mask
-NOT_PLAIN = ("cache", "output_attentions", "position_bias", "softcap")
 
 
 class Heads(NamedTuple):
@@ -68,11 +60,15 @@ class AttentionForm(NamedTuple):
     q_norm: Optional[str]
     k_norm: Optional[str]
     v_norm: Optional[str]  # a norm of each head of the values, which is called as it is
+    gate: Optional[str]  # a projection whose outputs, for each channel or head, gate the attention
+    gate_by: Optional[str]  # by a function of GATE_FUNCTIONS; None: by sigmoid
     out: str
+    v_scale: Optional[str]  # the attribute by which values are multiplied
     heads: Heads
     D: int
     dims: int  # of the tables: 3, or 2 where all rows have the same positions
     widths: Tuple[int, ...]  # that the tables may have; none: any up to D
+    wide: bool  # the tables may be in fp32 where x is in 16 bits
     optional: bool  # without tables there is no rotary embedding
     identities: Tuple[str, ...]  # parts that do nothing
     implementation: Word  # what transformers' registry is asked for
@@ -122,7 +118,9 @@ class Attention:
         self.updates = Updates(form)
         # arguments without which the forward does something else
         self.more = tuple(filter(None, [form.store, form.positions]))
-        self.odd = len(form.projections) < 3 or form.v_norm is not None
+        self.products = (*form.projections, *filter(None, [form.gate]))
+        changed = form.v_norm is not None or form.v_scale is not None
+        self.odd = len(form.projections) < 3 or changed
         self.interleaved = form.heads.rotary in ("pairs", "channels")
         self.width = 2 * form.D if form.heads.gated else form.D
 
@@ -166,14 +164,16 @@ class Attention:
         casts = torch.is_autocast_enabled(x.device.type)
         if casts and not _casts_alike(x, past, function, words, more):
             return None
-        if self.odd:
-            q, k, v = self.made(parts, x)
-        else:
-            q, k, v = self.projected(x, *map(parts.__getitem__, form.projections), unpatched=True)
+        made, gate = self.projected(x, *map(parts.__getitem__, self.products), unpatched=True), None
+        if form.gate is not None:
+            *made, gate = made
+        q, k, v = self.made(attention, parts, x, made) if self.odd else made
         B, T = x.shape[:2]
-        q, gate = q.view(B, T, -1, self.width), None
+        q = q.view(B, T, -1, self.width)
         if form.heads.gated:
             q, gate = q.split(D, -1)  # [B, T, HQ, D] each
+        elif gate is not None:
+            gate = gate.view(B, T, q.shape[2], -1)
         k, v = k.view(B, T, -1, D), v.view(B, T, k.shape[-1] // D, -1)
         norms["interleaved"] = self.interleaved
         of = self.index.attribute  # mostly: it is found without a function of ours
@@ -193,13 +193,15 @@ class Attention:
                 k, v = self.updates.of(past, k, v, index, attention, given, rest, own_tables)
         if self.more:
             q, k, v = self.shared_and_scaled(attention, given, q, k, v)
-        if T <= FEW and (attend := _decodes(function, q, k, v, mask, past, slots, words, more)):
+        if T <= FEW and (attend := decodes(function, q, k, v, mask, past, slots, words, more)):
             scale = words.get("scaling", more.get("scaling"))
             length, weights = None if slots is None else slots.cumulative_length, None
             out = attend(q, k, v, length, attention_mask=mask, softmax_scale=scale)
         else:
             out, weights = function(attention, q.transpose(1, 2), k, v, mask, **words, **more)
-        if gate is not None:
+        if form.gate_by is not None:
+            out = out * GATE_FUNCTIONS[form.gate_by](gate)
+        elif gate is not None:
             y = self.quantised(out, gate, parts[form.out]) if FP8_FORMS else None
             if y is not None:
                 return y, weights
@@ -207,16 +209,18 @@ class Attention:
         out = out.reshape(B, T, -1).contiguous()
         return self.projected(out, parts[form.out], unpatched=True)[0], weights
 
-    def made(self, parts: dict, x: torch.Tensor) -> Sequence[torch.Tensor]:
+    def made(self, attention: nn.Module, parts: dict, x: torch.Tensor, made: list) -> Sequence:
         """Queries, keys and values as projected, where each has no projection of its own, or values
-        are normed. Where they are another layer's a head of the queries stands in for them."""
+        are normed or scaled. Where they are another layer's a head of the queries stands in for
+        them."""
         form = self.form
-        made = self.projected(x, *map(parts.__getitem__, form.projections), unpatched=True)
         if form.takes:
             return made[0], made[0][..., : form.D], made[0][..., : form.D]
         q, k, v = made[0].split(form.sizes, -1) if len(made) == 1 else (*made[:2], made[-1])
         if form.v_norm is not None:
             v = parts[form.v_norm](v.view(*x.shape[:2], k.shape[-1] // form.D, -1)).flatten(2)
+        if form.v_scale is not None:
+            v = v * attention.__dict__[form.v_scale]
         return q, k, v
 
     def shared_and_scaled(self, attention: nn.Module, given: dict, q, k, v) -> tuple:
@@ -247,7 +251,8 @@ def _tables(form: AttentionForm, tables, x: torch.Tensor, D: int) -> Optional[tu
         return (None, None) if form.optional else None
     cos, sin = tables
     R = cos.shape[-1]
-    if cos.dtype is not x.dtype or cos.ndim != form.dims or cos.shape[-2] != x.shape[1]:
+    fp32 = form.wide and cos.dtype is torch.float32
+    if not (fp32 or cos.dtype is x.dtype) or cos.ndim != form.dims or cos.shape[-2] != x.shape[1]:
         return None
     if sin.dtype is not cos.dtype or sin.shape != cos.shape:
         return None
@@ -262,81 +267,6 @@ def _tables(form: AttentionForm, tables, x: torch.Tensor, D: int) -> Optional[tu
     if rotary == "channels":
         return cos.unflatten(-1, (-1, 2)), sin.unflatten(-1, (-1, 2))
     return cos, sin
-
-
-def _decodes(function, q, k, v, mask, past, slots, words: dict, rest: dict) -> Optional[Callable]:
-    """The attention to call for `function` over a cache, where that is SDPA of a few tokens by at
-    most a mask and a kernel is faster; or None.
-
-    Over a static cache SDPA reads all slots, filled or not. Over one that grows cuDNN's SDPA builds
-    a plan for each new length, some 40 ms; that was measured on Hopper alone.
-    """
-    B, T, _, D = q.shape
-    if past is None or q.dtype not in HALF or D > 256:
-        return None
-    if T > 1 and (B > 1 or slots is None or mask is None):
-        return None
-    if mask is not None and not (mask.ndim == 4 and mask.shape[1:3] == (1, T)):
-        return None
-    if words.get("dropout") or rest.get("dropout") or not by_torch(function, words, rest):
-        return None
-    forced = dispatch.forced is not None
-    if slots is not None:
-        serves = mask is not None and (forced or dispatch.has_kernels_at(*KERNEL, q.device))
-    else:
-        serves = _fits(q, k, v, mask) and (forced or _makes_plans(q.device))
-    return (attention_with_kvcache if T == 1 else _few_attended) if serves else None
-
-
-def _few_attended(q, k, v, length, *, attention_mask, softmax_scale) -> torch.Tensor:
-    """attention_with_kvcache of several tokens of one sequence: rows of one token over the same
-    keys and values."""
-    B, T, HQ, D = q.shape
-    k, v = k.expand(T, -1, -1, -1), v.expand(T, -1, -1, -1)
-    q, mask = q.reshape(T, 1, HQ, D), attention_mask.transpose(0, 2)
-    out = attention_with_kvcache(q, k, v, length, attention_mask=mask, softmax_scale=softmax_scale)
-    return out.view(B, T, HQ, D)
-
-
-def _fits(q, k, v, mask) -> bool:
-    """True if attention_with_kvcache takes these keys and values of a cache, [B, HK, S, D]."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return False
-    if not (type(k) in PLAIN_TENSORS and type(v) in PLAIN_TENSORS):
-        return False
-    B, _, HQ, D = q.shape
-    if not (k.ndim == 4 and k.shape == v.shape and k.shape[::3] == (B, D) and k.shape[2]):
-        return False
-    if not (k.dtype is v.dtype is q.dtype and k.device == v.device == q.device):
-        return False
-    if mask is not None and not (
-        mask.shape[0] in (1, B) and mask.shape[3] == k.shape[2] and mask.device == q.device
-    ):
-        return False
-    return k.stride(3) == v.stride(3) == 1 and HQ % k.shape[1] == 0
-
-
-def _makes_plans(where: torch.device) -> bool:
-    """True if torch's SDPA may be cuDNN's on a Hopper GPU."""
-    return _on_hopper(where) and torch.backends.cuda.cudnn_sdp_enabled()
-
-
-@functools.cache
-def _on_hopper(where: torch.device) -> bool:
-    hopper = where.type == "cuda" and device.capability(where.index) == (9, 0)
-    return hopper and dispatch.has_kernels_at(*KERNEL, where)
-
-
-def by_torch(function, words: dict, rest: dict) -> bool:
-    """True if `function` is transformers' call of torch's own SDPA, and makes no more than that."""
-    sdpa = sys.modules.get("transformers.integrations.sdpa_attention")
-    if function is not getattr(sdpa, "sdpa_attention_forward", None):
-        return False
-    if not isinstance(F.scaled_dot_product_attention, BuiltinFunctionType):
-        return False  # somebody's own stands in for torch's
-    if words.get("s_aux") is not None or rest.get("s_aux") is not None:
-        return False  # sinks
-    return not any(map(words.get, NOT_PLAIN)) and not any(map(rest.get, NOT_PLAIN))
 
 
 def _casts_alike(x: torch.Tensor, past, function, words: dict, rest: dict) -> bool:

@@ -20,7 +20,8 @@ from ..attention.api import fused_latent_norm_rope, latent_attention_with_kvcach
 from ..projection.project import normed_project
 from ..runtime import dispatch
 from ..runtime.dtypes import HALF
-from .attention import Updates, by_torch
+from .attention import Updates
+from .few_tokens import by_torch
 from .forward import Arguments, Interface, Value, Word, Words, forward_by
 from .fp8.linear import dequantised
 from .fp8.weights import weights_of

@@ -9,6 +9,7 @@ from torch import nn
 
 from ..layers.attention import GATES, NORMS, ROTARY, AttentionForm, Heads
 from ..layers.forward import ALONE, Word
+from ..layers.gates import GATE_FUNCTIONS
 from .code import Refused
 from .handed import Cache, Interface
 from .opaque import Opaque, Read, name_of
@@ -28,6 +29,7 @@ class Case(NamedTuple):
     training: bool = False
     values: str = ""  # "+", "-": of one sign; "mixed"
     dtype: torch.dtype = F64
+    of_tables: Optional[torch.dtype] = None  # as the input's by default
     words: int = 1  # keywords that nobody knows
     by_position: bool = False
 
@@ -45,6 +47,7 @@ CASES = (  # with and without a cache, a mask and training
     Case(1, 1, training=True, values="mixed"),
 )
 WITHOUT, PARTIAL = Case(2, 3, None), Case(2, 3, 0.5, masked=True)
+WIDE = [Case(2, 3, dtype=t, of_tables=torch.float32) for t in (torch.bfloat16, torch.float16)]
 
 
 class Run(NamedTuple):
@@ -82,7 +85,10 @@ class Plan(NamedTuple):
     q_norm: Optional[str]
     k_norm: Optional[str]
     v_norm: Optional[str]
+    gate: Optional[str]
+    gate_by: Optional[str]
     out: str
+    v_scale: Optional[str]
     heads: Heads
 
 
@@ -150,6 +156,13 @@ class Learning(Trial):
             for positions in dict.fromkeys((None, self.positions)):
                 yield AttentionForm(self.kind, FREE, (), *self.fields(plan, positions))
 
+    def more_of(self, gate: Optional[str]) -> List[tuple]:
+        """The functions of a gate, and attributes by which values may be multiplied."""
+        functions = (None,) if gate is None else (None, *GATE_FUNCTIONS)
+        numbers = [n for n, v in self.facts.values.items() if type(v) is float and "." not in n]
+        scales = (None, *(n for n in numbers if n not in self.handed))
+        return [*itertools.product(functions, scales)]
+
     def fitting(self, run: Run, training: Run) -> NamedTuple:
         """Finds what every argument of an inner call is, and the first form that agrees."""
         if self.hidden is None:
@@ -193,7 +206,7 @@ class Learning(Trial):
             self.arguments(), self.tables, self.cache, self.mask, positions, self.store,
             calls.stored, self.takes, calls.index, calls.updates, calls.updates_with,
             plan.projections, self.sizes, *plan[1:], self.D, self.dims, (self.R or self.D,), False,
-            tuple(identities), calls.implementation, calls.words, self.training_words,
+            False, tuple(identities), calls.implementation, calls.words, self.training_words,
             self.rests, self.eager,
         )  # fmt: skip
 
@@ -274,15 +287,20 @@ def plans_of(trial, run) -> Iterator[Plan]:
     of_values = [name for name in before if not sizes[name]] or [None]
     if trial.takes:  # its keys and values are another layer's
         norms = norms * 2 if len(norms) == 1 and len(products) == 1 else norms
-    if {len(ended), len(of_values)} != {1} or len(norms) not in (0, 2) or len(products) > 3:
+    *gates, out = ended or [None]
+    gates = gates or (products if len(products) > 3 else [None])
+    if out is None or len(of_values) != 1 or len(norms) not in (0, 2) or len(products) > 4:
         raise Refused("its parts are called in another order, or other ones")
     normed = [*itertools.permutations(norms)] if norms else [(None, None)]
-    for order in itertools.permutations(products):
-        widths = [sizes[name][1] for name in order]
-        for heads, pair in itertools.product(HEADS, normed):
-            plan = Plan(order, *pair, of_values[0], ended[0], heads)
-            if (heads.norm == "none") != bool(norms) and _fits(trial, run, plan, widths):
-                yield plan
+    for gate in gates:
+        made = [name for name in products if name != gate]
+        for order in itertools.permutations(made):
+            widths = [sizes[name][1] for name in order]
+            for heads, pair, more in itertools.product(HEADS, normed, trial.more_of(gate)):
+                gated, v_scale = (gate, more[0]), more[1]
+                plan = Plan(order, *pair, of_values[0], *gated, out, v_scale, heads)
+                if (heads.norm == "none") != bool(norms) and _fits(trial, run, plan, widths):
+                    yield plan
 
 
 def _fits(trial, run, plan: Plan, widths: List[int]) -> bool:
@@ -291,8 +309,17 @@ def _fits(trial, run, plan: Plan, widths: List[int]) -> bool:
     heads, q = plan.heads, q * (1 + plan.heads.gated)
     if heads.rotary is not None and not run.tables:
         return False
+    if plan.gate is not None and (heads.gated or not _gates(trial, run, plan)):
+        return False
     if trial.takes:
         return widths == [q] and heads.norm != "all" and plan.v_norm is None
     if len(widths) == 1:
         return widths == [q + k + v] and not heads.gated
     return widths == [q, k, v] or widths == [q, k] and k == v
+
+
+def _gates(trial, run, plan: Plan) -> bool:
+    """The plan's gate has a number for each head, or each channel of what attention gives."""
+    q, k, v = (t.shape for t in run.interface.calls[0][1:4])
+    size = trial.parts[plan.gate].sizes
+    return len(size) == 2 and size[1] in (q[1], q[1] * v[3])

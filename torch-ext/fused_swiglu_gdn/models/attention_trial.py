@@ -20,7 +20,7 @@ from ..layers.norm import NormForm
 from ..layers.pinned import GIVEN, found_at
 from ..layers.pins import names_in
 from ..layers.plain import told
-from .attention_learning import CASES, PARTIAL, WITHOUT, Case, Learning, Run
+from .attention_learning import CASES, PARTIAL, WIDE, WITHOUT, Case, Learning, Run
 from .code import Refused
 from .facts import Facts, read
 from .handed import Cache, Interface, Store, asked_by_this_thread, attributes_of, readable
@@ -242,7 +242,8 @@ class AttentionTrial(Learning):
             return []
         width = self.R or max(int(self.D * case.rotary), 1)
         size = (case.tables or case.B, case.T, width)[3 - self.dims :]
-        return [random(*size, seed=seed, dtype=case.dtype) for seed in (21, 22)]
+        dtype = case.of_tables or case.dtype
+        return [random(*size, seed=seed, dtype=dtype) for seed in (21, 22)]
 
     def roles_of(self, case: Case, x: torch.Tensor, tables) -> dict:
         """The arguments of a run whose roles are known, by their names."""
@@ -263,6 +264,8 @@ class AttentionTrial(Learning):
             raise Refused("it has no norm, no rotary embedding and no cache")
         self.check_all(form)
         optional = self.agrees(form._replace(optional=True), WITHOUT)
+        wider = form._replace(wide=True)
+        form = wider if all([self.agrees(wider, case) for case in WIDE]) else form
         if not self.R and self.agrees(form._replace(widths=()), PARTIAL):
             form = form._replace(widths=())
         return self.guarded(form._replace(optional=optional), values)
