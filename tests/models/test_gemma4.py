@@ -23,7 +23,7 @@ FORMS = {
         "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24,
     },
 }  # fmt: skip
-WHOLE = ("values are keys", "values of their own", "shared")  # layers, too
+WHOLE = ("values are keys", "values of their own", "shared", "inputs of layers")  # layers, too
 
 
 @pytest.fixture(autouse=True)
@@ -158,3 +158,52 @@ def test_another_formula_is_left_alone(name, monkeypatch):
     module = model_of("shared").model.layers[layer].self_attn
     finding = found_of_changed(monkeypatch, module, old, new)
     assert (finding.reason is None) == (old == new), finding.reason
+
+
+LAYERS = {  # of a layer's forward: text, text in its place
+    "nothing": ("", ""),
+    "inputs without an activation": ("self.act_fn(hidden_states)", "hidden_states"),
+    "inputs that are added": ("hidden_states * per_layer_input", "hidden_states + per_layer_input"),
+    "inputs twice": ("* per_layer_input", "* per_layer_input * per_layer_input"),
+    "inputs by the layer's input": (
+        "self.per_layer_input_gate(hidden_states)",
+        "self.per_layer_input_gate(self.input_layernorm(hidden_states))",
+    ),
+    "no sum behind inputs": (
+        "hidden_states = self.post_per_layer_input_norm(hidden_states)\n"
+        "        hidden_states = residual + hidden_states",
+        "hidden_states = self.post_per_layer_input_norm(hidden_states)",
+    ),
+    "the scalar before inputs": (
+        "if self.hidden_size_per_layer_input:",
+        "hidden_states = hidden_states * self.layer_scalar\n"
+        "    if self.hidden_size_per_layer_input:",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_another_layer_is_left_alone(name, monkeypatch):
+    old, new = LAYERS[name]
+    layer = model_of("inputs of layers").model.layers[0]
+    finding = found_of_changed(monkeypatch, layer, old, new)
+    assert (finding.reason is None) == (old == new), finding.reason
+
+
+def test_a_layer_without_its_inputs(kernel):
+    """The class's own forward says what is wrong; another act or norm is called as it is."""
+    model = model_of("inputs of layers")
+    layer, calls = model.model.layers[0], []
+    hook = layer.register_forward_pre_hook(
+        lambda m, args, words: calls.append((args, words)), with_kwargs=True
+    )
+    with torch.no_grad():
+        model(tokens(1, 4), use_cache=False)
+    hook.remove()
+    (x, inputs, *args), words = calls[0]
+    kernel.kernelize(model)
+    layer.act_fn.register_forward_hook(lambda m, x, y: 3 * y)
+    expected = type(layer).forward(layer, x, inputs, *args, **words)
+    assert torch.allclose(layer(x, inputs, *args, **words), expected, atol=1e-5)
+    with pytest.raises(TypeError, match="NoneType"):
+        layer(x, None, *args, **words)

@@ -39,14 +39,27 @@ class Order(NamedTuple):
     mlp: str
 
 
+class Inputs(NamedTuple):
+    """The names of the parts of r + norm(down(act(gate(r)) * given)), what a layer does with inputs
+    of its own (Gemma 4's small models)."""
+
+    gate: str
+    act: str
+    down: str
+    norm: str
+    given: str  # the argument
+
+
 class LayerForm(NamedTuple):
-    """A class of decoder layers: r = x + post(mixer(pre(x))); (r + post(mlp(pre(r)))) * last."""
+    """A class of decoder layers: r = x + post(mixer(pre(x))); s = r + post(mlp(pre(r))), and what
+    that becomes by the layer's inputs; s * last."""
 
     kind: type
     pinned: Pinned
     guards: Tuple[Tuple[str, object], ...]
     arguments: Arguments
     order: Order
+    inputs: Optional[Inputs]
     scale: Optional[str]  # the attribute by which what is added is multiplied
     last: Optional[str]  # the buffer by which the sum is multiplied
     mixer: Call
@@ -66,14 +79,24 @@ class Decoder:
     def __init__(self, form: LayerForm):
         self.form = form
         self.mixer, self.mlp = Part(form.mixer), Part(form.mlp)
-        self.served = self.summed if form.last is None else self.scaled
+        self.served = self.summed if form.last is form.inputs is None else self.scaled
 
-    def scaled(self, layer: nn.Module, *call) -> Optional[torch.Tensor]:
-        """The sum of these arguments times the buffer, in the dtype of the sum."""
-        last = layer.__dict__["_buffers"].get(self.form.last)
-        hidden = last is None or self.form.last in layer.__dict__
-        y = None if hidden else self.summed(layer, *call)
-        return None if y is None else (y * last).to(y.dtype)
+    def scaled(
+        self, layer: nn.Module, x: torch.Tensor, given: dict, rest: dict
+    ) -> Optional[torch.Tensor]:
+        """The sum of these arguments, with the layer's inputs, times the buffer, in the dtype of
+        the sum."""
+        form, last = self.form, None
+        if form.last is not None:
+            last = layer.__dict__["_buffers"].get(form.last)
+            if last is None or form.last in layer.__dict__:
+                return None
+        if form.inputs is not None and given.get(form.inputs.given) is None:
+            return None
+        y = self.summed(layer, x, given, rest)
+        if y is not None and form.inputs is not None:
+            y = _with_inputs(layer.__dict__["_modules"], form.inputs, y, given)
+        return y if y is None or last is None else (y * last).to(y.dtype)
 
     def summed(
         self, layer: nn.Module, x: torch.Tensor, given: dict, rest: dict
@@ -160,6 +183,11 @@ def _normed(
         return (y, None, None) if residual is None else (*y, None)
     x = x if residual is None else residual + x
     return norm(x), x, None
+
+
+def _with_inputs(parts: dict, names: Inputs, x: torch.Tensor, given: dict) -> torch.Tensor:
+    y = parts[names.act](parts[names.gate](x)) * given[names.given]
+    return _normed_and_added(parts, names.norm, parts[names.down](y), x, None)
 
 
 def _learn(*tensors: Optional[torch.Tensor]) -> bool:

@@ -9,7 +9,7 @@ from typing import Dict, Iterator, NamedTuple, Optional, Tuple, Union
 import torch
 from torch import nn
 
-from ..layers.decoder import Call, Decoder, LayerForm, Order
+from ..layers.decoder import Call, Decoder, Inputs, LayerForm, Order
 from ..layers.forward import Word
 from ..layers.plain import told
 from .attention_trial import is_attention
@@ -112,12 +112,15 @@ class Run(NamedTuple):
 class _Trial(Trial):
     """Runs of a layer whose mixer and MLP have so many outputs."""
 
-    READS = {"hidden": lambda how, optional: not optional or how in OF_HIDDEN}
+    READS = {
+        "hidden": lambda how, optional: not optional or how in OF_HIDDEN,
+        "factor": lambda how, optional: how in ("__mul__", "__rmul__"),
+    }
 
     def __init__(self, module, kind, facts, norms, plain, outputs: Tuple[int, int]):
         super().__init__(module, kind, facts)
         self.norms, self.plain, self.outputs = norms, tuple(plain), outputs
-        self.parts = dict(module._modules)
+        self.parts, self.factor = dict(module._modules), None
         self.buffers = {n: random(1, seed=5 + i) for i, n in enumerate(_scalars(module))}
         for i, name in enumerate(self.parts):
             if name not in plain and self.parts[name] is not None:
@@ -130,10 +133,11 @@ class _Trial(Trial):
             raise Refused("none of its arguments reaches its parts")
         known = self.kind, FREE, (), self.arguments()
         scales = (None, *(n for n, v in values.items() if type(v) is float))
-        ways = _orders(run.log, self.norms), scales, (None, *self.buffers)
+        inputs, names = self.with_inputs([entry[0] for entry in run.log])
+        ways = _orders(names, self.norms), scales, (None, *self.buffers)
         for order, scale, last in itertools.product(*ways):
             calls = [self.call(name, run) for name in (order.mixer, order.mlp)]
-            form = LayerForm(*known, order, scale, last, *calls, self.plain)
+            form = LayerForm(*known, order, inputs, scale, last, *calls, self.plain)
             if self.agrees(Decoder(form), run):
                 break
         else:
@@ -144,11 +148,18 @@ class _Trial(Trial):
                 raise Refused("its forward depends on the call")
         return form._replace(pinned=self.facts.pinned, guards=tuple(self.guards(values).items()))
 
+    def with_inputs(self, names: list) -> Tuple[Optional[Inputs], list]:
+        """The parts of the layer's inputs among those that were called, and the others."""
+        if self.factor is None:
+            return None, names
+        return Inputs(*names[-4:], self.factor) if len(names) > 5 else None, names[:-4]
+
     def further(self) -> Iterator[dict]:
         """The arguments of further runs: each input and mode, with other arguments left out."""
         modes, inputs = modes_of(self.module, self.facts), inputs_of(self.facts, DTYPES, 4, (3,))
         ways = list(itertools.product(modes, inputs))
-        for i, (absent, (training, x)) in enumerate(together(toggles(self.others()), ways)):
+        left_out = toggles(self.others(self.factor))
+        for i, (absent, (training, x)) in enumerate(together(left_out, ways)):
             yield {
                 "absent": absent, "x": x, "words": (1, 0, 3)[i % 3], "by_position": i % 5 == 0,
                 "training": training,
@@ -168,7 +179,9 @@ class _Trial(Trial):
         """One run of the class's forward, where some arguments are left at their defaults."""
         before = random(5, 4, 16, seed=1) if x is None else x
         log, x = self.begin(flat), before.clone()
-        given, rest = self.given({self.hidden: x}, absent), self.unknown_words(words)
+        factor = random(*x.shape, seed=9, dtype=x.dtype)
+        roles = {self.hidden: x, self.factor: factor}
+        given, rest = self.given(roles, absent), self.unknown_words(words)
         attributes = attributes_of(self.module, self.facts.reads, attributes, self.seen)
         twin = twin_of(self.module, self.kind, self.parts, **attributes)
         twin.__dict__["_buffers"] = self.buffers
@@ -206,9 +219,8 @@ class _Trial(Trial):
         return alike((log, out), (run.log, run.out))
 
 
-def _orders(log: list, norms: set) -> Iterator[Order]:
+def _orders(names: list, norms: set) -> Iterator[Order]:
     """Returns the possible roles of the parts that were called, in their order."""
-    names = [entry[0] for entry in log]
     blocks = [i for i, name in enumerate(names) if name not in norms]
     if len(set(names)) != len(names) or len(blocks) != 2:
         raise Refused("its parts come in another order: " + ", ".join(names))
