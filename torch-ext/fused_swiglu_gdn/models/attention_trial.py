@@ -326,5 +326,11 @@ def _done(run: Run, projections: frozenset) -> tuple:
     ((module, *heads, mask, keywords, _),) = run.interface.calls
     updates = {n: v.calls for n, v in run.given.items() if type(v) in (Cache, Store)}
     calls = filter(None, run.log)
-    products = {name: x.flatten(0, -2) for name, x, _ in calls if name in projections}
+    rows = [(name, _by_rows(x, *run.x.shape[:2])) for name, x, _ in calls if name in projections]
+    products = {name: x.flatten(0, -2) for name, x in rows}
     return run.interface.asked, module, heads, mask, keywords, updates, products, run.result
+
+
+def _by_rows(x: torch.Tensor, B: int, T: int) -> torch.Tensor:
+    """The input of a projection by rows of tokens, where it is given tokens of rows (MLCD)."""
+    return x.transpose(0, 1) if B != T and x.shape[:2] == (T, B) else x
