@@ -110,20 +110,20 @@ def token_us(model, batch: int, lengths) -> float:
 @torch.no_grad()
 def model_rows(package, cases):
     attention = submodule("layers.attention")
-    own = attention._decodes
+    own = attention.decodes
 
-    def left_to_sdpa(function, q, k, v, mask, slots, *rest) -> bool:
-        return slots is not None and own(function, q, k, v, mask, slots, *rest)
+    def left_to_sdpa(function, q, k, v, mask, past, slots, *rest) -> Optional[Callable]:
+        return None if slots is None else own(function, q, k, v, mask, past, slots, *rest)
 
     def way(model, batch: int, lengths, decodes: Optional[Callable]) -> float:
         if decodes is None:
             return token_us(model, batch, lengths)
         kernelized(package, model)
-        attention._decodes = decodes
+        attention.decodes = decodes
         try:
             return token_us(model, batch, lengths)
         finally:
-            attention._decodes = own
+            attention.decodes = own
             package.restore(model)
 
     decode_with_fla(package)

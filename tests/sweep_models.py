@@ -83,8 +83,10 @@ OF_TYPE = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "deepseek_v3": {"num_key_value_heads": 4},
     "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 2},
-    "kimi_linear": {"num_experts_per_token": 2},
-    "bailing_hybrid": {"num_experts_per_token": 2, "num_expert_group": 2, "topk_group": 1},
+    "kimi_linear": {"num_key_value_heads": 4, "num_experts_per_token": 2},
+    "bailing_hybrid": {
+        "num_key_value_heads": 4, "num_experts_per_token": 2, "num_expert_group": 2, "topk_group": 1,
+    },
     "nemotron3_diarization_audio": {"num_key_value_heads": 4},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"], "mamba_n_groups": 1},
     "falcon_h1": {"mamba_d_ssm": 64},

@@ -9,7 +9,7 @@ from test_model_layers import on_every_device, pair, serving
 from tiny_models import tokens
 
 transformers = pytest.importorskip("transformers")
-attention, device = submodule("layers.attention"), submodule("runtime.device")
+attention, device = submodule("layers.few_tokens"), submodule("runtime.device")
 pytestmark = pytest.mark.filterwarnings("ignore")
 NAMES = ["llama", "qwen3", "qwen3_5_text", "gemma2"]
 

@@ -70,7 +70,7 @@ def test_functions_of_a_token(hopper, batch, monkeypatch):  # noqa: F811
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
     for kind in list(forms := submodule("layers.fp8.weights").FORMS):
         monkeypatch.delitem(forms, kind)  # no model in FP8 was met
-    monkeypatch.setattr(submodule("layers.attention"), "_makes_plans", lambda where: True)
+    monkeypatch.setattr(submodule("layers.few_tokens"), "_makes_plans", lambda where: True)
     ids, mask = torch.ones(2, batch, 40, dtype=torch.long)
     mask[0, :2] = batch == 1
     new, repeated = {}, {}
