@@ -85,7 +85,8 @@ OF_TYPE = {
     "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 2},
     "kimi_linear": {"num_key_value_heads": 4, "num_experts_per_token": 2},
     "bailing_hybrid": {
-        "num_key_value_heads": 4, "num_experts_per_token": 2, "num_expert_group": 2, "topk_group": 1,
+        "num_key_value_heads": 4, "num_experts_per_token": 2, "num_expert_group": 2,
+        "topk_group": 1,
     },
     "nemotron3_diarization_audio": {"num_key_value_heads": 4},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"], "mamba_n_groups": 1},
