@@ -65,6 +65,24 @@ measured there is in [benchmarks.md](benchmarks.md).
 - A larger model of a type can have other parts: `print(kernel.kernelize(model))` says what is
   replaced in yours, and what to do about the rest ([use.md](use.md)).
 """
+# Of parts that are left alone in well-known language models: types, part, why.
+LEFT = (
+    (("llama4", "llama4_text"), "attention", "rotary embedding is a product of complex numbers, and "
+     "queries of layers without it are scaled by the length of the cache"),
+    (("llama4", "llama4_text"), "router", "its scores multiply what experts are given, and every "
+     "expert computes every token"),
+    (("hunyuan_v1_dense", "hunyuan_v1_moe"), "attention", "queries and keys are normed after the "
+     "rotary embedding"),
+    (("nanochat",), "attention", "queries and keys are normed after the rotary embedding"),
+    (("deepseek_v32", "glm_moe_dsa", "axk2"), "attention", "an indexer chooses the keys"),
+    (("qwen4_exp", "qwen4_exp_text"), "norm", "these norms have groups of channels, with a weight "
+     "for each channel of all groups"),
+    (("lfm2_moe",), "router", "scores are rounded to bf16, and 1e-6 is added to their sum"),
+    (("minimax_m2", "hy_v3"), "router", "the bias is an argument of its forward"),
+    (("laguna",), "router", "nothing is added to the sum by which scores are divided"),
+    (("kolibri1",), "router", "the bias is added to logits, not to scores"),
+    (("mistral4",), "router", "groups of experts are chosen by probabilities in 16 bits"),
+)  # fmt: skip
 MORE = (
     ("Nothing is replaced in", "They have none of these parts, or compute others"),
     (
@@ -222,7 +240,7 @@ def page(record: dict) -> str:
         f"{len(newest)} types of {releases[-1]} that could be made and called, all modules of a "
         f"kind are replaced in: {', '.join(counts)}."
     )
-    parts = [HEAD, said, "\n".join([head, *rows])]
+    parts = [HEAD, said, "\n".join([head, *rows]), left_alone()]
     for (title, why), found in zip(MORE, apart):
         if found:
             by_state = {}
@@ -233,6 +251,13 @@ def page(record: dict) -> str:
             ]
             parts.append(f"## {title} {len(found)} types\n\n{why}:\n{wrapped('; '.join(listed))}")
     return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def left_alone() -> str:
+    """The section about parts of well-known models."""
+    rows = [f"| {', '.join(f'`{k}`' for k in kinds)} | {part} | {why} |" for kinds, part, why in LEFT]
+    head = "| type | part | why it is left alone |\n|---|---|---|"
+    return "\n".join(["## Why some parts are left alone\n", head, *rows])
 
 
 def wrapped(text: str) -> str:

@@ -39,6 +39,13 @@ def test_the_page_is_the_records():
     assert model_table.page(other) != model_table.page(record)
 
 
+def test_what_the_page_says_is_left_alone_is():
+    record = model_table.read()
+    newest = record[max(record, key=model_table.release_order)]
+    for kinds, part, _ in model_table.LEFT:
+        assert {newest[kind].get(part) for kind in kinds} <= {"no", "part"}, (kinds, part)
+
+
 @pytest.mark.parametrize("kind", SAMPLE)
 def test_a_type_is_as_recorded(as_run, kind):
     record = model_table.read().get(transformers.__version__)
