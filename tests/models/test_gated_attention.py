@@ -119,7 +119,7 @@ def test_another_formula_is_left_alone(name, monkeypatch):
 
 
 def test_a_scale_that_changes(kernel):
-    """It is read in each call."""
+    """The class's own forward runs, until the value is again what was tried."""
     model, served = both(kernel, "mimo_v2_flash")
     for m in (model, served):
         m.model.layers[0].self_attn.v_scale = 3.0

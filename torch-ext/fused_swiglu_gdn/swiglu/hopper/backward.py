@@ -58,7 +58,7 @@ def _swiglu_dx_kernel(
 
 @functools.lru_cache(maxsize=4096)
 def _dx_plan(where: torch.device, M: int, N: int, K: int, strides: tuple, apart: int) -> Launch:
-    """strides: of the weights. apart: between(w_gate, w_up)."""
+    """The launch of dx, for weights with these strides, `apart` bytes from one another."""
     tile = tuning.lookup("hopper_swiglu_dx", where)
     BM, BN, BK = blocks = (tile["BLOCK_M"], tile["BLOCK_N"], tile["BLOCK_K"])
     tiles_m = cdiv(M, BM)

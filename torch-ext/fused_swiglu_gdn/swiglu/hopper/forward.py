@@ -112,7 +112,8 @@ def _plan(
     where: torch.device, dtype, M: int, N: int, K: int, stride_x: int, strides: tuple,
     activation: str, apart: int,
 ) -> Plan:  # fmt: skip
-    """strides: of the weights. apart: between(w_gate, w_up), or 0 if irrelevant."""
+    """The launch of the forward, for weights with these strides, `apart` bytes from one another; 0
+    where that does not matter."""
     wf = strides[1] != 1
     tile, whole, halves = choose(where, M, N, K, wf)
     tile = dict(tile)

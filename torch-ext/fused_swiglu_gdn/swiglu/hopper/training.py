@@ -22,7 +22,8 @@ def _forward_plan(
     where: torch.device, dtype, M: int, N: int, K: int, stride_x: int, strides: tuple,
     activation: str, apart: int,
 ) -> Launch:  # fmt: skip
-    """strides: of the weights. apart: between(w_gate, w_up)."""
+    """The launch of the training forward, for weights with these strides, `apart` bytes from one
+    another."""
     half, BK = BN.value // 2, tuning.lookup("hopper_swiglu_training", where)["BLOCK_K"]
     weights = joined((N, K), strides, apart)
     maps = (
