@@ -67,16 +67,24 @@ measured there is in [benchmarks.md](benchmarks.md).
 """
 # Of parts that are left alone in well-known language models: types, part, why.
 LEFT = (
-    (("llama4", "llama4_text"), "attention", "rotary embedding is a product of complex numbers, and "
-     "queries of layers without it are scaled by the length of the cache"),
-    (("llama4", "llama4_text"), "router", "its scores multiply what experts are given, and every "
-     "expert computes every token"),
-    (("hunyuan_v1_dense", "hunyuan_v1_moe"), "attention", "queries and keys are normed after the "
-     "rotary embedding"),
-    (("nanochat",), "attention", "queries and keys are normed after the rotary embedding"),
+    (
+        ("llama4", "llama4_text"), "attention",
+        "rotary embedding is a product of complex numbers, and queries of layers without it are "
+        "scaled by the length of the cache",
+    ),
+    (
+        ("llama4", "llama4_text"), "router",
+        "its scores multiply what experts are given, and every expert computes every token",
+    ),
+    (
+        ("hunyuan_v1_dense", "hunyuan_v1_moe", "nanochat"), "attention",
+        "queries and keys are normed after the rotary embedding",
+    ),
     (("deepseek_v32", "glm_moe_dsa", "axk2"), "attention", "an indexer chooses the keys"),
-    (("qwen4_exp", "qwen4_exp_text"), "norm", "these norms have groups of channels, with a weight "
-     "for each channel of all groups"),
+    (
+        ("qwen4_exp", "qwen4_exp_text"), "norm",
+        "these norms have groups of channels, with a weight for each channel of all groups",
+    ),
     (("lfm2_moe",), "router", "scores are rounded to bf16, and 1e-6 is added to their sum"),
     (("minimax_m2", "hy_v3"), "router", "the bias is an argument of its forward"),
     (("laguna",), "router", "nothing is added to the sum by which scores are divided"),
@@ -255,9 +263,10 @@ def page(record: dict) -> str:
 
 def left_alone() -> str:
     """The section about parts of well-known models."""
-    rows = [f"| {', '.join(f'`{k}`' for k in kinds)} | {part} | {why} |" for kinds, part, why in LEFT]
-    head = "| type | part | why it is left alone |\n|---|---|---|"
-    return "\n".join(["## Why some parts are left alone\n", head, *rows])
+    lines = ["## Why some parts are left alone\n", "| type | part | why |", "|---|---|---|"]
+    for kinds, part, why in LEFT:
+        lines.append(f"| {', '.join(f'`{kind}`' for kind in kinds)} | {part} | {why} |")
+    return "\n".join(lines)
 
 
 def wrapped(text: str) -> str:
