@@ -17,9 +17,15 @@ import shutil
 import sys
 import tempfile
 
-import jinja2
-import kernels
-from kernels._rust import Digest, DigestAlgorithm, KernelName, Metadata
+try:
+    import jinja2
+    import kernels
+    from kernels._rust import Digest, DigestAlgorithm, KernelName, Metadata
+except ImportError as missing:
+    sys.exit(
+        f"build: {missing.name} is missing in {sys.executable}: install it with that Python's pip, "
+        "as README.md says"
+    )
 from public_api import literal_all, parse
 from sources import ROOT, git, package_dir, read_config, sources, text_of
 
