@@ -199,15 +199,19 @@ class Attention:
             out = attend(q, k, v, length, attention_mask=mask, softmax_scale=scale)
         else:
             out, weights = function(attention, q.transpose(1, 2), k, v, mask, **words, **more)
-        if form.gate_by is not None:
-            out = out * GATE_FUNCTIONS[form.gate_by](gate)
+        return self.output(x, out, gate, parts[form.out]), weights
+
+    def output(self, x: torch.Tensor, out: torch.Tensor, gate: Optional[torch.Tensor], linear):
+        """linear(out) of heads [B, T, HQ, D], gated; x: the module's input [B, T, H]."""
+        if self.form.gate_by is not None:
+            out = out * GATE_FUNCTIONS[self.form.gate_by](gate)
         elif gate is not None:
-            y = self.quantised(out, gate, parts[form.out]) if FP8_FORMS else None
+            y = self.quantised(out, gate, linear) if FP8_FORMS else None
             if y is not None:
-                return y, weights
+                return y
             out = self.gated(out, gate) if out.shape == gate.shape else out * torch.sigmoid(gate)
-        out = out.reshape(B, T, -1).contiguous()
-        return self.projected(out, parts[form.out], unpatched=True)[0], weights
+        out = out.reshape(*x.shape[:2], -1).contiguous()
+        return self.projected(out, linear, unpatched=True)[0]
 
     def made(self, attention: nn.Module, parts: dict, x: torch.Tensor, made: list) -> Sequence:
         """Queries, keys and values as projected, where each has no projection of its own, or values
