@@ -51,18 +51,11 @@ def _ring_kernel(
     r_step,
     mask_steps,  # of B, T, S
     len_step,
-    B,
-    S,
-    SPLITS,
+    B, S, SPLITS,
     scale2,  # times log2(e)
-    H: gl.constexpr,
-    ROWS: gl.constexpr,
-    C: gl.constexpr,
-    R: gl.constexpr,
-    BLOCK_R: gl.constexpr,
-    NEW: gl.constexpr,
-    W: gl.constexpr,
-):
+    H: gl.constexpr, ROWS: gl.constexpr, C: gl.constexpr, R: gl.constexpr, BLOCK_R: gl.constexpr,
+    NEW: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
     """BLOCK_R rows of queries over one part of the slots, with online softmax.
 
     P enters the second product rounded, as SDPA has it. The first block is copied before

@@ -186,27 +186,14 @@ def _value_partition(w, mask_ptr, mask_steps, parts_ptr, scale2):
 @gluon.jit(do_not_specialize=["B", "S", "SPLITS"])
 def wide_kernel(
     q_desc,  # as in Work
-    qr_desc,
-    c_desc,
-    r_desc,
+    qr_desc, c_desc, r_desc,
     len_ptr,  # as _ring_kernel has them
-    mask_ptr,
-    parts_ptr,
-    c_step,
-    r_step,
-    mask_steps,
-    len_step,
-    B,
-    S,
-    SPLITS,
-    scale2,
-    H: gl.constexpr,
-    ROWS: gl.constexpr,
-    C: gl.constexpr,
-    R: gl.constexpr,
-    BLOCK_R: gl.constexpr,
+    mask_ptr, parts_ptr,
+    c_step, r_step, mask_steps, len_step,
+    B, S, SPLITS, scale2,
+    H: gl.constexpr, ROWS: gl.constexpr, C: gl.constexpr, R: gl.constexpr, BLOCK_R: gl.constexpr,
     NEW: gl.constexpr,
-):
+):  # fmt: skip
     """BLOCK rows of queries over one part of the slots; P is rounded."""
     TILES: gl.constexpr = (ROWS + BLOCK - 1) // BLOCK
     BAR: gl.constexpr = hw.mbarrier.MBarrierLayout()

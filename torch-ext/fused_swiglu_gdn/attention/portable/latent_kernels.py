@@ -22,28 +22,14 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def absorbed(
-    pid,
-    q_ptr,
-    w_ptr,
+    pid, q_ptr, w_ptr,
     cos_ptr,  # as in latent_rope.py; None: q is turned
-    sin_ptr,
-    y_ptr,
-    M,
-    T,
-    q_step,
-    turn_steps,
-    H: tl.constexpr,
-    N: tl.constexpr,
-    R: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    FROM_PAIRS: tl.constexpr,
-    TO_PAIRS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    sin_ptr, y_ptr, M, T,
+    q_step, turn_steps,
+    H: tl.constexpr, N: tl.constexpr, R: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    FROM_PAIRS: tl.constexpr, TO_PAIRS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """BLOCK_C latent channels of one head's queries, or their rotary channels, turned.
 
     PDL: the weight is read before the launch ahead has ended.
@@ -94,16 +80,9 @@ def _absorb_kernel(
     y_ptr,  # [M, H, C + R]
     M,
     q_step,  # of M
-    H: tl.constexpr,
-    N: tl.constexpr,
-    R: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    H: tl.constexpr, N: tl.constexpr, R: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     after_predecessor(PDL)
     absorbed(
         tl.program_id(0), q_ptr, w_ptr, None, None, y_ptr, M, 1, q_step, (0, 0, 0), H, N, R, V, C,
@@ -123,20 +102,11 @@ def _attend_kernel(
     r_step,
     mask_steps,  # of B, T, S
     len_step,
-    B,
-    S,
-    SPLITS,
+    B, S, SPLITS,
     scale2,  # times log2(e)
-    H: tl.constexpr,
-    ROWS: tl.constexpr,
-    C: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    NEW: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    H: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr,
+    NEW: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """BLOCK_R rows of queries over one part of the slots, with online softmax.
 
     P enters the product with the latents as a high and a low half, so that it is not rounded.
@@ -211,16 +181,9 @@ def _finish_kernel(
     len_ptr,  # [], to which NEW is added, or None
     y_ptr,  # [M, H, V]
     M,
-    H: tl.constexpr,
-    N: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    NEW: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    H: tl.constexpr, N: tl.constexpr, V: tl.constexpr, C: tl.constexpr, NEW: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """BLOCK_V channels of one head's values, of one token in fp32; of more, o enters the product as
     a high and a low half.
 

@@ -62,31 +62,12 @@ def turned(a, b, cos_ptr, sin_ptr, at, step, P: tl.constexpr, p, FAR: tl.constex
 
 @triton.jit
 def write_latent(
-    kv_ptr,
-    w_ptr,
-    cos_ptr,
-    sin_ptr,
-    c_cache_ptr,
-    r_cache_ptr,
-    at_ptr,
-    c_ptr,
-    r_ptr,
-    row,
-    b,
-    t,
-    kv_steps,
-    turn_steps,
-    c_steps,
-    r_steps,
-    S,
-    eps,
-    C: tl.constexpr,
-    P: tl.constexpr,
-    FROM_PAIRS: tl.constexpr,
-    TO_PAIRS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
+    kv_ptr, w_ptr, cos_ptr, sin_ptr, c_cache_ptr, r_cache_ptr, at_ptr, c_ptr, r_ptr, row, b, t,
+    kv_steps, turn_steps, c_steps, r_steps,
+    S, eps,
+    C: tl.constexpr, P: tl.constexpr, FROM_PAIRS: tl.constexpr, TO_PAIRS: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
     """The latents and the key of token t of row b, to the caches, and to c and r unless None.
 
     A token without a slot in the caches is NaN, and nothing is written there for it.
@@ -135,20 +116,11 @@ def _latent_norm_rope_kernel(
     turn_steps,  # of B, T, channels
     c_steps,  # of B, S
     r_steps,
-    T,
-    S,
-    eps,
-    H: tl.constexpr,
-    N: tl.constexpr,
-    C: tl.constexpr,
-    P: tl.constexpr,
-    FROM_PAIRS: tl.constexpr,
-    TO_PAIRS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_P: tl.constexpr,
+    T, S, eps,
+    H: tl.constexpr, N: tl.constexpr, C: tl.constexpr, P: tl.constexpr, FROM_PAIRS: tl.constexpr,
+    TO_PAIRS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """The latents and the key of a token, or BLOCK_H of its heads."""
     after_predecessor(PDL)
     BLOCKS: tl.constexpr = 1 + (H + BLOCK_H - 1) // BLOCK_H

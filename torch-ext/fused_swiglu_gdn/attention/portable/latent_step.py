@@ -30,27 +30,17 @@ def _absorb_step_kernel(
     at_ptr,  # []: the first slot that is written
     w_ptr,  # [H, N + V, C]
     y_ptr,  # [M, H, C + R]
-    M,
-    T,
-    S,
+    M, T, S,
     q_step,  # of M
     kv_steps,  # of B, T
     turn_steps,  # of B, T, channels
     c_steps,  # of B, S
     r_steps,
     eps,
-    H: tl.constexpr,
-    N: tl.constexpr,
-    R: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    FROM_PAIRS: tl.constexpr,
-    TO_PAIRS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    H: tl.constexpr, N: tl.constexpr, R: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    FROM_PAIRS: tl.constexpr, TO_PAIRS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """_absorb_kernel of queries that are not turned yet; M programs before it write the caches."""
     pid = tl.program_id(0)
     if pid < M:

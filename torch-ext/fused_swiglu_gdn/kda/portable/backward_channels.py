@@ -167,22 +167,14 @@ def _channels_bwd_kernel(
     k_strides,
     g_strides,  # of B, T, HV
     do_strides,
-    T,
-    N,
+    T, N,
     NT,  # ceil(T / C), equal length
     scale,
-    H: tl.constexpr,
-    R: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
+    H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     LOWER: tl.constexpr,  # of a bounded gate, or None
-    GATES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    STAGES: tl.constexpr,
-    PARTS: tl.constexpr,
-    PREC: tl.constexpr,
-):
+    GATES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+    PARTS: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
     """BLOCK channels of one chunk and value head."""
     HV: tl.constexpr = H * R
     SUM: tl.constexpr = "ieee" if PREC == "ieee" else "tf32x3"  # of products of fp32

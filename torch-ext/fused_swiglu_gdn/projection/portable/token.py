@@ -83,17 +83,10 @@ def project_token_kernel(
     w4_ptr,  # [rows4, K]
     w5_ptr,  # [rows5, K]
     y_ptr,  # [N]
-    K,
-    rows0,
-    rows1,
-    rows2,
-    rows3,
-    rows4,
-    rows5,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    K, rows0, rows1, rows2, rows3, rows4, rows5,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,  # this launch may begin before the last one has ended, the next one likewise
-):
+):  # fmt: skip
     """y = [W_0; W_1; ...] x; a program makes BLOCK_N numbers, from rows of one weight."""
     after_predecessor(PDL)
     tile, w_ptr, rows, column = weight_of(
@@ -112,14 +105,10 @@ def gated_token_kernel(
     w_gate_ptr,  # [N, K]
     w_up_ptr,  # [N, K]
     z_ptr,  # [N]
-    K,
-    N,
-    ACTIVATION: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    AMD: tl.constexpr,
+    K, N,
+    ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AMD: tl.constexpr,
     PDL: tl.constexpr,  # as above
-):
+):  # fmt: skip
     """z = act(W_gate x) * (W_up x); a program makes BLOCK_N numbers.
 
     Rows of both weights are interleaved, so that a thread holds the two of a pair side by side.
@@ -141,13 +130,10 @@ def normed_token_kernel(
     norm_ptr,  # [K]
     w_ptr,  # [N, K]
     y_ptr,  # [N]
-    K,
-    N,
-    eps,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    K, N, eps,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,  # as above
-):
+):  # fmt: skip
     """y = W (x / rms(x) * norm); a program makes BLOCK_N numbers."""
     after_predecessor(PDL)
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
