@@ -114,7 +114,7 @@ def _without(values: dict, names: frozenset) -> dict:
 
 
 def _sizes(module: nn.Module, norms: Dict[str, Optional[NormForm]]) -> Iterator[tuple]:
-    """What a trial depends on of each part and parameter: sizes, and the forms of norms."""
+    """The sizes of parts and parameters and the forms of norms, on which a trial depends."""
     for name, part in module._modules.items():
         yield name, type(part), is_identity(part), *features(part)
         if norms[name] is not None:
