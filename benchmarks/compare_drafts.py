@@ -100,7 +100,7 @@ def graphs_us(model, back: type, rounds: dict, **words) -> dict:
 def given_text(package):
     """Rounds choose the words of a given text, which they yield as a list, whatever the logits are:
     random weights have so many of nearly the same size that a text depends on how sums round."""
-    choice = sys.modules[f"{package.__name__}.decoding.row_choice"].RowChoice
+    choice = sys.modules[f"{package.__name__}.decoding.rounds"].RowChoice
     own, first = choice.choose, choice.first
     random.seed(0)
     text = [*prompt_of(1)[0].tolist(), *(random.randrange(1, 1000) for _ in range(NEW + 64))]

@@ -317,7 +317,7 @@ def test_drawn_tokens_are_distributed_as_without_drafts(kernel, rounds, monkeypa
     model, ids = tiny("llama", device, vocab_size=V), tokens(1, 6, device=device) % V
     kernel.kernelize(model, cuda_graphs=True)
     model.get_output_embeddings().weight.data.mul_(8)
-    choice, rows = submodule("decoding.row_choice"), []
+    choice, rows = submodule("decoding.rounds"), []
     options = {"temperature": 0.8, "top_k": 12, "top_p": 0.9}
     config = transformers.GenerationConfig(do_sample=True, **options)
     processors = model._get_logits_processor(config, input_ids_seq_length=6)

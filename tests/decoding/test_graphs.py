@@ -593,7 +593,7 @@ def test_caches_that_are_left_alone(kernel, graph, device, make, reason):
 
 
 def test_an_offloaded_cache(kernel):
-    rules = submodule("decoding.graph_rules")
+    rules = submodule("decoding.caches")
     config = tiny("llama", "cpu").config
     cache = transformers.StaticCache(config=config, max_cache_len=8)
     assert rules.why_not_cache(cache) is None

@@ -15,9 +15,9 @@ from typing import Any, List, Optional, Tuple
 import torch
 from torch import nn
 
-from .graph_rules import PREPARE, cache_among
+from .caches import cache_among, full_windows, lengths_of
+from .graph_rules import PREPARE
 from .in_place import InPlace, take_back
-from .windows import full_windows
 
 MASKS, UTILS = "transformers.masking_utils", "transformers.generation.utils"
 TAKES = ("self", "outputs", "model_kwargs", "is_encoder_decoder", "num_new_tokens")
@@ -37,9 +37,8 @@ class Ahead:
         self.slots = [torch.arange(x.shape[-1], device=x.device) for x in self.masks]
         full = full_windows(cache)
         self.moving = {layer.max_cache_len for layer in full}
-        filling = [getattr(x, "cumulative_length", None) for x in cache.layers if x not in full]
         # how many slots are filled, of a layer that is not full
-        self.length = next((x for x in filling if isinstance(x, torch.Tensor)), None)
+        self.length = next(iter(lengths_of([x for x in cache.layers if x not in full])), None)
 
     def advance(self) -> None:
         """Makes those of the next token, which takes the first slot that is free."""

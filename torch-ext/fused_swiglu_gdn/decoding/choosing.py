@@ -21,7 +21,7 @@ from torch import nn
 from ..sampling.call import ChooseOptions
 from ..sampling.ops import CHOOSE
 
-MOST_ENDS = 16  # words that end a sequence, which a kernel compares one by one
+MOST_ENDS = 16  # words that end a sequence, which a kernel compares one by one; models have 1 to 5
 # processors of the scores alone, whose operations wait for nothing
 FREE = {
     "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper",

@@ -9,31 +9,22 @@ as without drafts.
 import contextlib
 import copy
 import sys
-from typing import Any, Callable, List, Optional
+from typing import Any, Callable, List, Optional, Tuple
 
 import torch
 from torch import nn
 
 from .assistants import Assistant, drafts_of, why_not_assistant
+from .caches import CACHE_NAMES, CACHES, cache_among, is_empty, set_count, slides, why_not_cache
 from .capture import Graph
-from .graph_rules import (
-    CACHE_NAMES,
-    CACHES,
-    PREPARE,
-    cache_among,
-    why_not_cache,
-    why_not_model,
-    why_not_now,
-)  # fmt: skip
+from .graph_rules import PREPARE, why_not_model, why_not_now
 from .late import EOS, LENGTH, UTILS, Draws
 from .lookup import Drafter, Lookup, NotServed, Pace, Weights
-from .mtp import MOST, Mtp
-from .mtp_rounds import MtpRounds
+from .mtp import MOST, Mtp, MtpRounds
 from .reading import Reader, last_hidden
-from .rounds import Round
-from .row_choice import RowChoice, rows_choice
+from .rounds import Round, RowChoice, rows_choice
 from .rows import TakesBack, why_not_rows, with_rows
-from .static_cache import TooLong, _slides, with_static_cache
+from .static_cache import TooLong, with_static_cache
 
 # arguments of generate's loop that are not the model's
 LOOPS = ("synced_gpus", "streamer", "inputs_tensor", "assistant_model", "assistant_tokenizer",
@@ -57,9 +48,9 @@ def drafted(
     if getattr(config, "output_scores", False):
         choice.known = None  # a kernel's are seen by nobody
     helper = around["assistant_model"]
-    count = _count(model, config, helper, input_ids, given)
+    count, drafter_of = _source(model, config, helper, input_ids, given)
     given = _with_cache(model, input_ids, config, given, count)
-    drafter = _drafter(model, config, helper, given, input_ids, count)
+    drafter = drafter_of(given, config.max_length + 2 * count)
     loop = Loop(Reader(model, input_ids, given), choice, stopping_criteria, config, drafter)
     loop.streamer = around["streamer"]
     try:
@@ -71,27 +62,19 @@ def drafted(
     return loop.result()
 
 
-def _count(model: nn.Module, config: Any, helper: Any, ids: torch.Tensor, given: dict) -> int:
-    """The drafts of a round."""
-    if config.prompt_lookup_num_tokens is not None:
-        return min(config.prompt_lookup_num_tokens, MOST)
+def _source(model, config: Any, helper: Any, ids, given: dict) -> Tuple[int, Callable]:
+    """The drafts of a round, and a function of the model's arguments and of slots for the text and
+    two rounds that makes their drafter."""
+    asked = config.prompt_lookup_num_tokens
+    if asked is not None:
+        count = min(asked, MOST)
+        return count, lambda given, slots: Lookup(count)
     if type(helper) is Mtp:
-        return helper.count
+        return helper.count, lambda given, slots: MtpRounds(model, helper, slots)
     if helper is None or why_not_assistant(model, helper, ids, given) is not None:
         raise NotServed
-    return drafts_of(helper, MOST)
-
-
-def _drafter(model, config: Any, helper, given: dict, ids: torch.Tensor, count: int) -> Drafter:
-    slots = config.max_length + 2 * count
-    if config.prompt_lookup_num_tokens is not None:
-        return Lookup(count)
-    if type(helper) is Mtp:
-        return MtpRounds(model, helper, slots)
-    found = Assistant(model, helper, ids, given, count, slots)
-    if found.reason is not None:
-        raise NotServed
-    return found
+    count = drafts_of(helper, MOST)
+    return count, lambda given, slots: Assistant(model, helper, ids, given, count, slots)
 
 
 def _decoding(model: Any):
@@ -132,21 +115,18 @@ def _with_cache(model: nn.Module, ids: torch.Tensor, config: Any, given: dict, c
         made = found.get(name)
         if found is given:
             raise NotServed
-    elif asked != "static" or why_not_cache(cache) is not None or _is_used(cache):
+    elif asked != "static" or why_not_cache(cache) is not None or not is_empty(cache):
+        raise NotServed
+    elif getattr(cache, "_is_user_defined", False):
         raise NotServed
     elif PREPARE in model.__dict__ or given.get("inputs_embeds") is not None:
         raise NotServed
     else:
         made = sys.modules[CACHES].StaticCache(config=model.config, max_cache_len=slots + count)
-    if _slides(made, slots + count) or why_not_rows(made, model) is not None:
+    if slides(made, slots + count) or why_not_rows(made, model) is not None:
         raise NotServed  # a window becomes full, say
     with_rows(made, 1 + count)
     return {**given, name: made}
-
-
-def _is_used(cache: Any) -> bool:
-    started = any(getattr(layer, "is_initialized", False) for layer in cache.layers)
-    return started or getattr(cache, "_is_user_defined", False)
 
 
 class Loop:
@@ -216,7 +196,7 @@ class Loop:
                 self.drafter.verified(len(chosen))
             taken = self._take(chosen, now.logits, now.scores)
             self.back.take_back(len(chosen) - taken)
-            now.count(len(self.ids) - 1)
+            set_count(self.cache, len(self.ids) - 1)
             if self.others or self.streamer is not None:
                 now.checked = False  # they may have changed what it was
         if self.now is not None and self.now.sent and self.draws is not None:

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from ..layers.plain import Named
+from .caches import CACHES, cache_among
 from .draft_loop import drafted
-from .graph_rules import CACHES, cache_among
 from .late import UTILS, Generate, view_class, view_of
 from .lookup import NotServed
 from .mtp import MOST, Mtp, MtpDrafts

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from ..runtime.checks import is_int, is_model
-from .graph_rules import CACHE_NAMES, why_not_model
+from .caches import CACHE_NAMES
+from .graph_rules import why_not_model
 from .graphs import Step
 
 

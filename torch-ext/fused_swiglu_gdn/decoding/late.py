@@ -19,9 +19,9 @@ from typing import Any, Callable, Optional
 import torch
 from torch import nn
 
+from .caches import why_not_cache
 from .capture import Graph
 from .choosing import GLOBALS, Choice, choice_of, hands_on
-from .graph_rules import why_not_cache
 from .in_place import InPlace
 from .static_cache import TooLong, check_length, with_static_cache
 
@@ -166,8 +166,8 @@ def decode(
             loop = _with(loop, late)
             given["stopping_criteria"] = criteria
             given["logits_processor"] = late.choice or logits_processor
-            if "tokenizer" in given and not _takes_tokenizer(model):
-                del given["tokenizer"]  # the criteria have it; a graph takes no such input
+            if "tokenizer" not in inspect.signature(model.forward).parameters:
+                given.pop("tokenizer", None)  # the criteria have it; a graph takes no such input
             found = with_static_cache(model, input_ids, generation_config, given)
             try:
                 late.tokens = None if found is given else input_ids.shape[1]
@@ -179,10 +179,6 @@ def decode(
             finally:
                 late.leave()
     return loop(model, input_ids, **given)
-
-
-def _takes_tokenizer(model: nn.Module) -> bool:
-    return "tokenizer" in inspect.signature(model.forward).parameters
 
 
 def _are_of(file: str, objects: list, names: set) -> bool:

@@ -17,7 +17,7 @@ class Drafter:
 
     count: int
     reads = 0.0  # weights that a round's drafts read
-    in_graph = False  # it drafts in that of the round before: mtp_rounds.py, assistants.py
+    in_graph = False  # it drafts in that of the round before: mtp.py, assistants.py
     reads_hidden = False  # the model's states behind its last norm
 
     def begin(self) -> None:
@@ -91,8 +91,9 @@ class Weights:
 class Pace:
     """Decides whether drafts are worth a round.
 
-    A round of several tokens takes longer than one token: WORTH of it, an estimate for one H200,
-    and `more`, for its drafts and for experts, in the same unit. Where rounds gave fewer tokens
+    A round of several tokens takes longer than one token: WORTH of it on one H200 (1.12 for a
+    Llama, 1.28 for Qwen3.5, by the rounds of generate_drafts.json whose drafts are all right), and
+    `more`, for its drafts and for experts, in the same unit. Where rounds gave fewer tokens
     each, the next REST tokens come one by one, and twice as many when that happens again. A few
     rounds tell it where hardly any draft is right: the latest WINDOW by half of what a round is to
     add to a token, and four times as many by all of it.

@@ -7,7 +7,7 @@ from typing import Any, List
 import torch
 from torch import nn
 
-from .graph_rules import cache_among
+from .caches import cache_among
 from .static_cache import check_length
 
 

@@ -17,10 +17,9 @@ from torch import nn
 
 from ..layers.plain import served_as
 from ..runtime import device
+from .caches import is_empty, is_of
 from .capture import Graph, capturing
 from .watch import HOOK
-
-STATIC = ("transformers.cache_utils", "StaticCache")
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +42,10 @@ def expect_prompt(model: nn.Module, met: Set[tuple]) -> None:
         x, cache = args[0], _cache_of(kwargs)
         if not device.is_gpu(x.device) or Graph.busy():
             return
-        if x.ndim == 3 and x.shape[1] > 1 and cache is not None and _is_empty(kwargs[cache]):
+        past = None if cache is None else kwargs[cache]
+        if x.ndim != 3 or x.shape[1] < 2 or past is None or past.offloading:
+            return
+        if is_empty(past):
             shape = x.shape[0], x.shape[1].bit_length()
             if shape in met:
                 return
@@ -116,19 +118,7 @@ def _of_a_token(layer: nn.Module, x: torch.Tensor, given: dict) -> dict:
 
 def _cache_of(given: dict) -> Optional[str]:
     """The keyword whose value is a static cache, or None."""
-    kinds = ((name, type(value)) for name, value in given.items())
-    return next((n for n, kind in kinds if (kind.__module__, kind.__name__) == STATIC), None)
-
-
-def _is_empty(cache: Any) -> bool:
-    if cache.offloading:
-        return False
-    for layer in cache.layers:
-        if getattr(layer, "is_initialized", False):
-            return False
-        if any(getattr(layer, "has_previous_state", {}).values()):
-            return False
-    return True
+    return next((name for name, value in given.items() if is_of(value, "StaticCache")), None)
 
 
 def _kinds(layers: List[nn.Module]) -> List[nn.Module]:

@@ -5,10 +5,19 @@ the cache, and, where a drafter is on the device, the drafts of the next round, 
 reads the tokens and how many of them count, and nothing else. Its positions and masks
 follow from the length of the cache on the device; they were compared with transformers' when the
 graph was captured, and where they differ a round takes transformers'.
+
+Row i of a round chooses what follows its token i. The draft behind that is right if it is what was
+chosen: then row i + 1 has read what it should have. For greedy tokens the text is the one without
+drafts. Drawn tokens are drawn row by row, each of its own distribution given the tokens before, and
+a row counts only if those before it were right: so every token is distributed as without drafts,
+whatever the drafts are.
+
+Sizes: T tokens of a round, V words of the vocabulary.
 """
 
 from collections import deque
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any, Callable, List, Optional
 
 import torch
@@ -16,12 +25,66 @@ from torch import nn
 
 from .ahead import IDS, MASK, POSITIONS
 from .capture import Graph
+from .choosing import Choice, Choosing, choice_of
 from .graph_rules import PASSING, why_not_model, why_not_now
 from .graphs import Replayed, _map, _parts, say
 from .reading import last_hidden
-from .row_choice import RowChoice, right_ones
 from .rows import TakesBack
 from .watch import capturing
+
+
+def rows_choice(processors: list, config: Any, ids: torch.Tensor) -> Optional["RowChoice"]:
+    """The choice of a call of generate with prompt ids [1, T]; None if a graph cannot make it."""
+    asked = SimpleNamespace(return_dict_in_generate=False, do_sample=config.do_sample)
+    found = choice_of(processors, asked, ids.device)
+    return None if found is None else RowChoice(found, ids)
+
+
+class RowChoice(Choosing):
+    """The choice of a round. seen_before [1, V + 1]: the words that a penalty concerns among the
+    tokens so far. Of a round, seen is [T, V + 1] and length [T, 1]."""
+
+    def __init__(self, choice: Choice, ids: torch.Tensor):
+        choice.ids = ids
+        super().__init__(choice)
+        self.ids = ids
+        if self.known is not None and self.known[1].least:
+            self.known = None
+        self.seen_before: Optional[torch.Tensor] = None
+
+    def begin(self, V: int) -> None:
+        if self.penalises():
+            self.seen_before = torch.zeros(1, V + 1, dtype=torch.bool, device=self.ids.device)
+            self.mark(self.seen_before, self.ids)
+
+    def choose(self, logits: torch.Tensor, ids: torch.Tensor, before: Any) -> tuple:
+        """Returns `chosen` of logits [T, V] of tokens ids [T] behind `before` others."""
+        T, V = logits.shape
+        self.length = before + 1 + torch.arange(T, device=ids.device)[:, None]
+        if self.seen_before is not None:
+            found = torch.zeros(T, V + 1, dtype=torch.int32, device=ids.device)
+            found.scatter_(1, ids.clamp(max=V)[:, None], 1)
+            self.seen = self.seen_before | (found.cumsum(0) > 0)
+        return self.chosen(logits, ids[:, None], self.length[0, 0])
+
+    def keep(self, right: Optional[torch.Tensor]) -> None:
+        """right []: the tokens of the round that count; None: its only one."""
+        if self.seen_before is not None:
+            seen = self.seen if right is None else self.seen.index_select(0, right.reshape(1) - 1)
+            self.seen_before.copy_(seen)
+
+    def first(self, logits: torch.Tensor) -> tuple:
+        """The token after a prompt, of logits [1, V], and its scores, by transformers' own
+        `LogitsProcessor`s."""
+        scores = self.choice.processors(self.ids, logits.to(torch.float32, copy=True))
+        if not self.choice.draws:
+            return scores.argmax(-1), scores
+        return torch.multinomial(scores.softmax(-1), 1)[:, 0], scores
+
+
+def right_ones(ids: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Number [] of tokens of a round that count: ids [T] read, tokens [T] chosen behind them."""
+    return (ids[1:] == tokens[:-1]).cumprod(0).sum() + 1
 
 
 class Following:
@@ -196,12 +259,6 @@ class Round(Replayed):
                     mine.copy_(x)
         self.graph.replay()
         self.replays += 1
-
-    def count(self, tokens: int) -> None:
-        """Sets what Python counts of the cache."""
-        for layer in self.cache.layers:
-            if hasattr(layer, "cumulative_length_int"):
-                layer.cumulative_length_int = tokens
 
     def drop(self) -> None:
         super().drop()

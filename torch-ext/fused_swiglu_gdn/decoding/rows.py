@@ -9,14 +9,14 @@ Sizes: T tokens of a round, W taps of a convolution with D channels, HV heads of
 """
 
 import functools
-from typing import Any, Callable, List, NamedTuple, Optional
+from typing import Any, Callable, NamedTuple, Optional
 
 import torch
 from torch import nn
 
 from ..layers.norm import serves
 from ..layers.plain import named_modules, served_as
-from .graph_rules import CACHES, LINEAR, why_not_states
+from .caches import lengths_of, linear_layers, why_not_states
 
 # layers of ours that keep the state after each token -> also where there are no kernels
 KEEPING = {"GatedDeltaNet": True, "KimiDeltaAttention": False}
@@ -54,9 +54,7 @@ class TakesBack:
     def __init__(self, cache: Any, T: int):
         self.T = T
         self.linear = [layer for layer in cache.layers if hasattr(layer, "round_tokens")]
-        self.lengths: List[torch.Tensor] = [
-            layer.cumulative_length for layer in cache.layers if hasattr(layer, "cumulative_length")
-        ]
+        self.lengths = lengths_of(cache.layers)
         device = self.lengths[0].device
         self.accepted = torch.ones(1, dtype=torch.int32, device=device)
         indices = torch.arange(T, dtype=torch.int32, device=device)[None]
@@ -131,24 +129,17 @@ def _taps(layer: Any) -> int:
 
 def why_not_rows(cache: Any, model: nn.Module) -> Optional[str]:
     """Reason why tokens cannot be taken back from a static cache of the model, or None."""
-    if not any(
-        isinstance(getattr(x, "cumulative_length", None), torch.Tensor) for x in cache.layers
-    ):
-        return "it has no attention, which knows the length"
     reason = why_not_states(cache)
-    if reason is not None:
-        return reason
-    if sum(type(layer).__name__ == LINEAR for layer in cache.layers) != keeping(model):
-        return "a layer with a recurrent state is not served"
-    return None
+    if reason is None and len(linear_layers(cache)) != keeping(model):
+        reason = "a layer with a recurrent state is not served"
+    return reason
 
 
 def with_rows(cache: Any, T: int) -> None:
     """Lets the layers with a recurrent state take rounds of up to T tokens."""
-    for layer in cache.layers:
-        if type(layer).__module__ == CACHES and type(layer).__name__ == LINEAR:
-            layer.__class__ = _layer_class(type(layer), T)
-            layer.rows = None
+    for layer in linear_layers(cache):
+        layer.__class__ = _layer_class(type(layer), T)
+        layer.rows = None
 
 
 @functools.cache

@@ -18,11 +18,11 @@ from torch import nn
 
 from ..layers.plain import named_modules
 from ..layers.replay import HeldStates
+from .caches import COUNT
 
 PACKAGE = __name__.rsplit(".", 2)[0]
 HOOK = f"{PACKAGE}.decoding.rehearsal"  # the key of its hook, which is in no pickle
 PLAIN = (bool, int, float, str)
-COUNT = "cumulative_length_int"  # of a sliding layer: the tokens in it, which Python counts
 # transformers' tables of functions by name, by what they are called in the files of models
 REGISTRIES = ("ALL_ATTENTION_FUNCTIONS", "ALL_EXPERTS_FUNCTIONS")
 

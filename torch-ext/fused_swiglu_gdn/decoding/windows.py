@@ -7,19 +7,13 @@ number from the host, which cannot be captured; while a step is captured, `moved
 
 import contextlib
 import functools
-from typing import Any, Iterator, List, Optional
+from typing import Any, Iterator, Optional
 
 import torch
 
-from .watch import COUNT
+from .caches import COUNT, full_windows
 
 TOKENS = 3  # of the window that is tried
-
-
-def full_windows(cache: Any) -> List[Any]:
-    """The layers of a cache whose windows are full."""
-    sliding = [layer for layer in cache.layers if hasattr(layer, COUNT)]
-    return [layer for layer in sliding if getattr(layer, COUNT) >= layer.max_cache_len]
 
 
 def moved(layer: Any, keys: torch.Tensor, values: torch.Tensor, *args, **options) -> tuple:

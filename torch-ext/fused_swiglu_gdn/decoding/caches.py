@@ -1,0 +1,100 @@
+"""transformers' caches: their classes, their layers, and what Python counts in them."""
+
+from typing import Any, List, Optional, Tuple
+
+import torch
+
+CACHES = "transformers.cache_utils"
+CACHE_NAMES = ("cache", "past_key_values")  # of a model's argument, newest releases first
+LINEAR = "LinearAttentionLayer"  # cache layers with a recurrent state
+LAYERS = {
+    "StaticLayer", "StaticSlidingWindowLayer", LINEAR, "DummyLayer",
+    "LinearAttentionAndStaticFullAttentionLayer",
+    "LinearAttentionAndStaticSlidingWindowAttentionLayer",
+}  # fmt: skip
+COUNT = "cumulative_length_int"  # of a sliding layer: the tokens in it, which Python counts
+
+
+def cache_among(given: dict) -> Tuple[Optional[str], Any]:
+    """(name, cache) of the argument of a model that is its cache; both None without one."""
+    found = ((name, given[name]) for name in CACHE_NAMES if given.get(name) is not None)
+    return next(found, (None, None))
+
+
+def is_of(x: Any, *names: str) -> bool:
+    """True for a cache, or a layer of one, of one of these classes of transformers."""
+    return type(x).__module__ == CACHES and type(x).__name__ in names
+
+
+def linear_layers(cache: Any) -> List[Any]:
+    """The layers that have a recurrent state and nothing else."""
+    return [layer for layer in cache.layers if is_of(layer, LINEAR)]
+
+
+def lengths_of(layers: List[Any]) -> List[torch.Tensor]:
+    """The number of tokens, a tensor [], in each layer that has attention over a static cache."""
+    found = [getattr(layer, "cumulative_length", None) for layer in layers]
+    return [length for length in found if isinstance(length, torch.Tensor)]
+
+
+def set_count(cache: Any, tokens: int) -> None:
+    """Sets what Python counts of the cache."""
+    for layer in cache.layers:
+        if hasattr(layer, COUNT):
+            setattr(layer, COUNT, tokens)
+
+
+def full_windows(cache: Any) -> List[Any]:
+    """The layers of a cache whose sliding windows are full."""
+    sliding = [layer for layer in cache.layers if hasattr(layer, COUNT)]
+    return [layer for layer in sliding if getattr(layer, COUNT) >= layer.max_cache_len]
+
+
+def slides(cache: Any, slots: int) -> bool:
+    """True if a layer's window becomes full: a round of several tokens then fills it in another
+    way than one token does."""
+    return any(getattr(layer, "max_cache_len", slots) < slots for layer in cache.layers)
+
+
+def is_empty(cache: Any) -> bool:
+    """True if no token is in the cache."""
+    for layer in cache.layers:
+        if getattr(layer, "is_initialized", False):
+            return False
+        if any(getattr(layer, "has_previous_state", {}).values()):
+            return False
+    return True
+
+
+def why_not_cache(cache: Any) -> Optional[str]:
+    """Reason why a step on the cache cannot be captured, or None."""
+    if not is_of(cache, "StaticCache"):
+        return f"its cache is a {type(cache).__name__}, not a StaticCache"
+    if cache.offloading:
+        return "its cache is offloaded"
+    for layer in cache.layers:
+        if not is_of(layer, *LAYERS):
+            return f"its cache has a layer that is a {type(layer).__name__}"
+        if getattr(layer, "record_past", False):
+            return "its cache records the past"
+    return None
+
+
+def why_not_states(cache: Any) -> Optional[str]:
+    """Reason why tokens cannot be taken back from a static cache, or None."""
+    if not lengths_of(cache.layers):
+        return "it has no attention, which knows the length"
+    for layer in cache.layers:
+        kind = type(layer).__name__
+        if "Linear" in kind and (kind != LINEAR or layer.number_of_states != 1):
+            return f"its cache has a layer that is a {kind}"
+    return None
+
+
+def why_not_yet(cache: Any) -> Optional[str]:
+    """Reason if state that the first step creates does not exist yet, or None."""
+    for layer in cache.layers:
+        made = getattr(layer, "is_initialized", True)
+        if not made or not all(getattr(layer, "has_previous_state", {}).values()):
+            return "no prompt went through its cache"
+    return None
