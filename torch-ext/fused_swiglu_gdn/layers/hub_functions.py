@@ -81,19 +81,43 @@ class ForCausalLMLoss(nn.Module):
         logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None,
         **kwargs,
     ):  # fmt: skip
-        if shift_labels is None:
-            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        logits = logits.view(-1, vocab_size)
-        target = shift_labels.reshape(-1).to(logits.device)
-        mean = num_items_in_batch is None
-        if _serves(LOSS, "cross_entropy_fwd", logits):
-            loss = CROSS_ENTROPY((logits, target), (ignore_index, mean))[0]
-        else:
-            how = "mean" if mean else "sum"
-            loss = F.cross_entropy(logits.float(), target, ignore_index=ignore_index, reduction=how)
-        if torch.is_tensor(num_items_in_batch):
-            num_items_in_batch = num_items_in_batch.to(loss.device)
-        return loss if mean else loss / num_items_in_batch
+        kernel = _serves(LOSS, "cross_entropy_fwd", logits)
+        words = {"ignore_index": ignore_index, "shift_labels": shift_labels, "kernel": kernel}
+        return next_token_loss(logits, labels, vocab_size, num_items_in_batch, **words)
+
+
+def next_token_loss(
+    logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, *,
+    kernel: bool = True, **_,
+):  # fmt: skip
+    """transformers' ForCausalLMLoss, by our operation, or without a kernel by torch's."""
+    logits, mean = logits.view(-1, vocab_size), num_items_in_batch is None
+    target = next_tokens(labels, shift_labels, ignore_index, logits.device)
+    if kernel:
+        loss = CROSS_ENTROPY((logits, target), (ignore_index, mean))[0]
+    else:
+        how = "mean" if mean else "sum"
+        loss = F.cross_entropy(logits.float(), target, ignore_index=ignore_index, reduction=how)
+    return divided(loss, num_items_in_batch)
+
+
+def next_tokens(labels, shift_labels, ignore_index: int, where: torch.device) -> torch.Tensor:
+    """The targets [B * T] of all tokens; shift_labels: those already, [B, T]."""
+    if shift_labels is None:
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    return shift_labels.reshape(-1).to(where)
+
+
+def divided(loss: torch.Tensor, count) -> torch.Tensor:
+    """The loss, divided by a number that the caller may have given, perhaps as a tensor."""
+    count = count.to(loss.device) if torch.is_tensor(count) else count
+    return loss if count is None else loss / count
+
+
+def is_next_token_loss(function: object) -> bool:
+    """True for transformers' own next-token loss."""
+    named = getattr(function, "__name__", None) == "ForCausalLMLoss"
+    return named and isinstance(function, FunctionType) and bool(LOSSES.of(function))
 
 
 def _serves(family: str, operation: str, *tensors) -> bool:
@@ -184,4 +208,17 @@ def _is_softmax_top_k(kind: type, _) -> bool:
     return True
 
 
+def _is_next_token_loss(function: FunctionType, _) -> bool:
+    logits = torch.linspace(-3, 2, 24, device="cpu", dtype=torch.float32).sin().view(2, 3, 4)
+    labels = torch.tensor([[1, 2, -100], [3, 0, 2]], device="cpu")
+    shifted = {"num_items_in_batch": 7, "shift_labels": labels.abs() % 4, "ignore_index": 2}
+    for words in ({}, shifted):
+        found = function(logits, labels, 4, **words)
+        expected = next_token_loss(logits, labels, 4, kernel=False, **words)
+        if not torch.allclose(found, expected, rtol=1e-5):
+            return False
+    return True
+
+
 TURNING, CHOOSING = Answers(_turns_halves, _code_of), Answers(_is_softmax_top_k, _code_of)
+LOSSES = Answers(_is_next_token_loss, code_of_function)

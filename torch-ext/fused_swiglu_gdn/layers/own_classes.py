@@ -88,12 +88,10 @@ def _is_home(kind: type) -> bool:
     return kind.__module__.startswith("transformers.") and home is not None
 
 
-_functions: Dict[FunctionType, Code] = {}
-
-
 class Answers:
-    """Results of find(kind, code) for classes of transformers with their own code; None for any
-    other, and where it raises. It is asked once, and again after a patch of that code."""
+    """Results of find(kind, code) for classes of transformers with their own code, or functions
+    where code_of is code_of_function; None for any other, and where it raises. It is asked once,
+    and again after a patch of that code."""
 
     def __init__(self, find: Callable, code_of: Optional[Callable] = None):
         self.find, self.code_of = find, code_of or code_of_class
@@ -127,13 +125,3 @@ def code_of_class(kind: type) -> Code:
 def code_of_function(function: FunctionType) -> Code:
     """The code of a function, with all that it calls by name."""
     return code_of_class(type("Function", (nn.Module,), {"forward": function}))
-
-
-def is_own_function(function: object) -> bool:
-    """True for a function of transformers with its own code."""
-    if not isinstance(function, FunctionType):
-        return False
-    known = _functions.get(function)
-    if known is None or not known.pins.unchanged():
-        known = _functions[function] = code_of_function(function)
-    return known.why is None

@@ -19,16 +19,16 @@ from types import CodeType
 from typing import Callable, Optional, Tuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..layers.hub_functions import divided, is_next_token_loss, next_tokens
 from ..layers.own_code import is_in_its_file
 from ..layers.plain import PLAIN_TENSORS, Named, torch_unpatched, why_hooked
 from ..layers.projections import linear
 from ..loss.api import linear_cross_entropy
 from ..loss.checks import words_hold_least
 from ..runtime import device
-from .loss import by_kernel, is_next_token_loss, language_model
+from .loss import by_kernel, language_model
 from .report import Row
 from .serving import own_class, serve, why_replaced
 
@@ -133,10 +133,8 @@ def _loss(step: _Step, kind: str) -> Callable:
         if vocab_size != head.weight.shape[0]:
             V = head.weight.shape[0]
             raise ValueError(f"vocab_size must be {V}, as lm_head has it, got {vocab_size}")
-        if shift_labels is None:
-            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         rows = hidden.reshape(-1, hidden.shape[-1])
-        target = shift_labels.reshape(-1).to(hidden.device)
+        target = next_tokens(labels, shift_labels, ignore_index, hidden.device)
         count = num_items_in_batch
         reduction = "mean" if count is None else "sum"
         each = step.least and words_hold_least(
@@ -148,9 +146,7 @@ def _loss(step: _Step, kind: str) -> Callable:
         )  # fmt: skip
         if each:
             loss, count = loss.sum(), (target != ignore_index).sum() if count is None else count
-        if count is None:
-            return loss
-        return loss / (count.to(loss.device) if torch.is_tensor(count) else count)
+        return divided(loss, count)
 
     return loss_function
 

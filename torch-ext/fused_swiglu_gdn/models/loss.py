@@ -1,8 +1,8 @@
 """The loss of a language model by a kernel on its logits.
 
 transformers' loss function copies the logits to fp32 before its cross entropy. In training and
-evaluation it runs on a placeholder for that copy (`Logits`), which is made where anything other
-than the cross entropy reads it. The model's forward, its logits and the loss function are its own.
+evaluation the same formula is computed without that copy, where a trial has shown that the function
+is it. The model's forward and its logits are its own.
 """
 
 import functools
@@ -11,11 +11,11 @@ from typing import Callable, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from ..layers.own_classes import is_own_function
+from ..layers.hub_functions import is_next_token_loss, next_token_loss
 from ..layers.plain import PLAIN_TENSORS, Named, is_torchs_own, torch_unpatched
-from ..loss.ops import CROSS_ENTROPY, FAMILY
+from ..loss.ops import FAMILY
 from ..runtime import dispatch
 from .code import signature_of
 from .report import WAITS, Row
@@ -30,39 +30,6 @@ from .serving import (
 
 _CROSS_ENTROPY = F.cross_entropy
 _OPERATION = (FAMILY, "cross_entropy_fwd")
-# Further arguments of a cross entropy, as torch hands them on: none may be given
-WITHOUT = {"weight": None, "size_average": None, "reduce": None, "label_smoothing": 0.0}
-
-
-class Logits:
-    """Logits as fp32, for a loss function."""
-
-    def __init__(self, logits: Tensor):
-        self.logits = logits
-        self.device = logits.device
-
-    def float(self) -> "Logits":
-        return self
-
-    def view(self, *shape: int) -> "Logits":
-        return Logits(self.logits.view(*shape))
-
-    def __getattr__(self, name: str):
-        return getattr(self.logits.float(), name)
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if function is _CROSS_ENTROPY and len(args) == 2 and type(args[0]) is cls:
-            logits, target = args[0].logits, args[1]
-            index, reduction = kwargs.get("ignore_index", -100), kwargs.get("reduction", "mean")
-            rest = {k: v for k, v in kwargs.items() if k not in ("ignore_index", "reduction")}
-            known = WITHOUT.items() >= rest.items() and reduction in ("mean", "sum")
-            if known and logits.ndim == 2 and target.shape == logits.shape[:1]:
-                return CROSS_ENTROPY((logits, target), (index, reduction == "mean"))[0]
-        args = [x.logits.float() if type(x) is cls else x for x in args]
-        kwargs = {k: x.logits.float() if type(x) is cls else x for k, x in kwargs.items()}
-        return function(*args, **kwargs)
 
 
 def _serves(logits, labels) -> bool:
@@ -80,15 +47,14 @@ def _serves(logits, labels) -> bool:
 def _by_kernel(loss: Callable) -> Callable:
     @functools.wraps(loss)
     def loss_function(logits, labels, *args, **kwargs):
-        if _serves(logits, labels):
-            logits = Logits(logits)
-        return loss(logits, labels, *args, **kwargs)
+        serves = _serves(logits, labels)
+        return (next_token_loss if serves else loss)(logits, labels, *args, **kwargs)
 
     return loss_function
 
 
 def by_kernel(loss: Callable) -> Callable:
-    """The loss function of a model, on the placeholder if it is transformers' next-token loss."""
+    """The loss function of a model, by a kernel if it is transformers' next-token loss."""
     if torch.compiler.is_compiling() or not is_next_token_loss(loss):
         return loss
     return _by_kernel(loss)
@@ -116,11 +82,6 @@ def _forward_by_kernel(own: type) -> Callable:
 @functools.cache
 def _takes_labels(own: type) -> bool:
     return "labels" in signature_of(inspect.unwrap(own.forward)).names
-
-
-def is_next_token_loss(loss: Callable) -> bool:
-    """True if a model's loss function is transformers' next-token cross entropy."""
-    return getattr(loss, "__name__", None) == "ForCausalLMLoss" and is_own_function(loss)
 
 
 def language_model(modules: Named) -> Optional[Tuple[str, nn.Module]]:
