@@ -171,7 +171,7 @@ def test_a_model_has_the_same_bits(kernel, monkeypatch):
             "gdn_layer_decode_quantise": 3,
         }  # fmt: skip
         with monkeypatch.context() as patch:
-            patch.setattr(submodule("layers.fp8.out"), "weight_of_out", lambda *_: None)
+            patch.setattr(submodule("layers.fp8.parts"), "weight_of_out", lambda *_: None)
             expected, record = logits_of(model, ids, 3)
         assert GATES.isdisjoint(record) and torch.equal(found, expected)
 
@@ -197,7 +197,7 @@ def test_output_projections_that_do_more(kernel, monkeypatch):
     with dispatch.force("reference"), dispatch.served() as record:
         model(ids)
     assert GATES.isdisjoint(record)
-    out = submodule("layers.fp8.out").weight_of_out
+    out = submodule("layers.fp8.parts").weight_of_out
     part, x = layers[1].self_attn.o_proj, torch.zeros(1, 3, 512).bfloat16()
     with torch.no_grad(), dispatch.force("reference"):
         assert out(part, x, 512) is not None and out(part, x, 256) is None
@@ -210,6 +210,6 @@ def test_output_projections_that_do_more(kernel, monkeypatch):
     biased.bias = torch.nn.Parameter(values(512), requires_grad=False)
     heads, gate = values(2, 3, 4, 128), values(2, 3, 4, 128, seed=1)
     with torch.no_grad(), dispatch.force("reference"):
-        y = submodule("layers.fp8.out").gated(heads, gate, biased)
+        y = submodule("layers.fp8.parts").gated(heads, gate, biased)
         x = submodule("attention.reference").sigmoid_gate_fwd(heads, gate).view(2, 3, 512)
         assert torch.equal(y, biased(x))

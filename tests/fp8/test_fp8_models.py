@@ -97,7 +97,7 @@ def test_projections_that_are_no_fp8(kernel, monkeypatch):
 @pytest.mark.parametrize("hooked", [False, True])
 def test_a_layer_adds_within_its_mlp(kernel, monkeypatch, hooked):
     """Of a few tokens, and where nobody looks at what the MLP gives; with the same bits."""
-    layers, added, seen = submodule("layers.fp8.mlp"), [], []
+    layers, added, seen = submodule("layers.fp8.parts"), [], []
     model = fp8_problems.tiny_qwen3()
     kernel.kernelize(model)
     mlp = model.model.layers[1].mlp

@@ -210,7 +210,7 @@ def test_norm(kernel, device, activation):
 
 def test_a_norm_is_known_in_any_default_dtype(kernel):
     """Whatever stands there when a class is first met."""
-    is_gated_norm, own = submodule("layers.functions").is_gated_norm, torch.get_default_dtype()
+    is_gated_norm, own = submodule("layers.delta").is_gated_norm, torch.get_default_dtype()
     for dtype in (torch.bfloat16, torch.float64):
         kind = type("Mine", (modeling("qwen3_5").Qwen3_5RMSNormGated,), {})
         torch.set_default_dtype(dtype)

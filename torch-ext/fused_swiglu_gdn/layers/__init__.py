@@ -9,8 +9,8 @@ Example:
     True
 """
 
+from .delta import FusedRMSNormGated
 from .functions import (
-    FusedRMSNormGated,
     causal_conv1d_fn,
     causal_conv1d_update,
     chunk_gated_delta_rule,

@@ -57,17 +57,13 @@ def activation_of(function) -> Optional[str]:
     attributes = function.__dict__
     if any(map(attributes.get, HOOKS)) or "_call_impl" in attributes or "_hf_hook" in attributes:
         return None
-    if "forward" in attributes and not _is_bound(attributes["forward"], known.forward):
-        return None
+    if "forward" in attributes:
+        # `kernels` binds the class's own where it has no kernel
+        if getattr(attributes["forward"], "__func__", None) is not known.forward:
+            return None
     if known.name == "gelu_tanh" and not _by_tanh(attributes):
         return None
     return known.name
-
-
-def _is_bound(forward: object, own: Callable) -> bool:
-    """True if the instance holds its class's own forward, which `kernels` sets if it has no
-    kernel."""
-    return getattr(forward, "__func__", None) is own
 
 
 def _by_tanh(attributes: dict) -> bool:

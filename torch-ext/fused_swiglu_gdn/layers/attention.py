@@ -12,7 +12,7 @@ from torch import nn
 from ..attention.api import fused_qk_norm_rope, sigmoid_gate
 from .few_tokens import by_torch, decodes
 from .forward import Arguments, Interface, Value, Word, Words, forward_by
-from .fp8 import out as fp8_out
+from .fp8 import parts as fp8
 from .fp8.weights import FORMS as FP8_FORMS
 from .gates import GATE_FUNCTIONS
 from .norm import does_nothing, parameters_of_norm
@@ -26,7 +26,7 @@ GATES, NORMS = (False, True), ("none", "head", "all")
 # tables (GLM); neighbours, by tables that have their channels side by side (GLM-4V); half a head
 # apart, by tables with one angle for both (gpt-oss)
 ROTARY = ("halves", "pairs", "channels", "angles")
-FEW = 8  # tokens of a round of drafts, of which each has a mask of its own
+FEW = 8  # tokens of a round, of which each has a mask of its own: 1 and at most 7 drafts (mtp.MOST)
 
 
 class Heads(NamedTuple):
@@ -107,7 +107,7 @@ class Attention:
 
     normed_and_turned = staticmethod(fused_qk_norm_rope)
     projected, gated = staticmethod(projections), staticmethod(sigmoid_gate)
-    quantised = staticmethod(fp8_out.gated)
+    quantised = staticmethod(fp8.gated)
 
     def __init__(self, form: AttentionForm):
         self.form = form
@@ -156,7 +156,9 @@ class Attention:
         own_tables = given.get(form.tables)
         tables = _tables(form, own_tables, x, D)
         norms = {} if form.q_norm is None else self.norms(parts, x)
-        if tables is None or norms is None or self.more and _lacks(given, self.more):
+        if tables is None or norms is None:
+            return None
+        if any([given.get(name) is None for name in self.more]):
             return None
         past, mask = given.get(form.cache), given.get(form.mask)
         function, more = self.interface.of(attention, given), rest if form.rests else {}
@@ -239,10 +241,6 @@ class Attention:
             scale = scale_by_position(given[form.positions], attention.config.rope_parameters)
             q = q * scale.to(q.dtype)
         return q, k, v
-
-
-def _lacks(given: dict, names: Tuple[str, ...]) -> bool:
-    return any([given.get(name) is None for name in names])
 
 
 def _tables(form: AttentionForm, tables, x: torch.Tensor, D: int) -> Optional[tuple]:

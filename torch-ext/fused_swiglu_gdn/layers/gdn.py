@@ -1,138 +1,39 @@
 """Whole Gated DeltaNet layers: Qwen3.5, Qwen3-Next, OLMo-Hybrid.
 
-They differ in their projections and share the rest, `_gated_delta_net`. All read their cache in the
-one way that transformers' releases have in common, and take it by either of its names there.
-
-Sizes: B batch, T tokens, H heads of q and k, HV heads of v, K and V head dims,
-D = 2 H K + HV V channels of the convolution, W its taps.
+They differ in their projections and share the rest, `computed`. Sizes: as in delta.py.
 """
 
-from typing import Callable
+import functools
+from typing import Callable, Dict, NamedTuple, Optional, Tuple
 
 import torch
-from torch import nn
 
 from ..fp8.call import Quantised
 from ..gdn import api as gdn
-from ..gdn_layer import api as gdn_layer
 from ..gdn_layer.ops_fp8 import DECODE_QUANTISE, NORM_QUANTISE
-from ..gdn_layer.ops_fused import DECODE, PROLOGUE
+from ..gdn_layer.ops_fused import DECODE
 from ..runtime.activations import OF_CONVOLUTION, OF_GATED_NORM, SAME
-from .fp8 import out as fp8_out
+from .delta import (
+    Sequences,
+    convolution,
+    is_gated_norm,
+    normed_and_gated,
+    recurred,
+    without_padding,
+)
+from .forward import Arguments, forward_by, hub_layer
+from .fp8 import parts as fp8
 from .fp8.linear import multiplied
 from .fp8.weights import FORMS as FP8_FORMS
-from .functions import is_gated_norm, lengths_of, named_activation, normed_and_gated, packed_lengths
-from .gdn_form import patch_of
+from .pinned import Pinned, call_check
+from .plain import PLAIN_TENSORS
 from .projections import projections
-from .replay import held_states
 
-
-class _Sequences:
-    """The position of the layer's tokens: the cached states they go on from, and packed lengths."""
-
-    def __init__(self, layer, k, cache, kwargs):
-        tokens = k.shape[1]
-        self.cache, self.cp = cache, kwargs.get("cp_context")
-        if cache is not None and self.cp is not None:
-            raise ValueError("use_cache must be False with cp_context: decoding has no such")
-        self.conv_state = self.state = self.held = cached = None
-        self.recording = before = False
-        if cache is not None:
-            cached = cache.layers[layer.layer_idx]
-            self.recording = getattr(cached, "record_past", False)
-            before = cached.has_previous_state[0]
-        self.lengths = packed_lengths(kwargs)
-        if self.cp is not None:
-            self.lengths = None  # the context has them
-        elif self.lengths is None and kwargs.get("seq_idx") is not None:
-            self.lengths = lengths_of(kwargs["seq_idx"])
-        # a cache layer that takes tokens back (decoding/drafts.py) keeps the state after each
-        takes_back = getattr(cached, "takes_back", None)
-        self.back = cached if before and takes_back is not None and takes_back(tokens) else None
-        self.rows = None if self.back is None else self.back.rows
-        self.one_step = tokens == 1 and before
-        alone = not self.recording and self.lengths is None and self.back is None
-        self.in_place = self.one_step and alone and not torch.is_grad_enabled()
-        if before:
-            self.conv_state = cached.conv_states[0]  # [B, D, W]
-            self.held = held_states(layer, cached, k) if self.in_place else None
-            if self.held is None:
-                state = cached.recurrent_states[0]  # [B, HV, K, V]
-                self.state = state if self.in_place else state.contiguous()
-        if self.state is not None and torch.is_grad_enabled():
-            # autograd keeps what it reads, and the cache is about to be overwritten
-            self.conv_state, self.state = self.conv_state.clone(), self.state.clone()
-
-
-def _joined(q, k, v, joined=None):
-    """[B, T, D]: `joined` if they lie side by side already."""
-    return torch.cat([x.flatten(2) for x in (q, k, v)], -1) if joined is None else joined
-
-
-def _convolution(layer, q, k, v, joined, seq: _Sequences):
-    """act(conv([q k v])), [B, T, D], after the inputs in the cache, which these then join."""
-    weight, bias = layer.conv1d.weight.squeeze(1), layer.conv1d.bias  # [D, W], [D]
-    before = None if seq.conv_state is None else seq.conv_state[..., 1 - weight.shape[-1] :]
-    known = layer.activation in OF_CONVOLUTION
-    activation, width, latest = layer.activation if known else None, layer.conv_kernel_size, None
-    if seq.in_place or seq.rows is not None:
-        x, state, accepted = _joined(q, k, v, joined).transpose(1, 2), seq.conv_state, None
-        if seq.rows is not None:
-            state, accepted = seq.rows.columns, seq.rows.accepted
-        y = gdn_layer.causal_conv1d_update(
-            x, state, weight, bias, activation, num_accepted_tokens=accepted
-        )
-        y = y.transpose(1, 2)
-        return y if known else named_activation(layer.activation)(y)
-    if torch.is_grad_enabled() or seq.cp is not None:  # PROLOGUE has no gradient
-        x = _joined(q, k, v, joined).transpose(1, 2)  # [B, D, T]
-        y = gdn_layer.causal_conv1d_fn(
-            x, weight, bias, activation, cu_seqlens=seq.lengths, initial_states=before,
-            cp_context=seq.cp,
-        ).transpose(1, 2)  # fmt: skip
-    else:
-        # the same launch makes the inputs that the cache keeps, but for the rare cases
-        keeps = seq.cache is not None and not seq.recording and seq.lengths is None
-        tensors = (q, k, v, weight, bias, seq.lengths, before)
-        y, final = PROLOGUE(tensors, (activation, width if keeps else 0))
-        latest = final if keeps else None
-    if not known:
-        y = named_activation(layer.activation)(y)
-    if seq.cache is not None:
-        if latest is None:
-            last = slice(None) if seq.recording else slice(-width, None)
-            latest = _joined(q[:, last], k[:, last], v[:, last]).transpose(1, 2)
-        seq.cache.update_conv_state(latest, layer.layer_idx, conv_kernel_size=width)
-    return y
-
-
-def _rule(layer, q, k, v, a, b, allow_neg_eigval, seq: _Sequences):
-    """The gated delta rule from raw gates; o [B, T, HV, V]. The cache gets the state after it."""
-    options = {
-        "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "A_log": layer.A_log,
-        "dt_bias": layer.dt_bias, "use_beta_sigmoid_in_kernel": True,
-        "allow_neg_eigval": allow_neg_eigval,
-    }  # fmt: skip
-    if seq.held is not None:
-        return seq.held.step(q, k, v, a, b, **options)
-    if seq.back is not None and seq.lengths is None:
-        rule = gdn.fused_recurrent_gated_delta_rule
-        return seq.back.recur(rule, (q, k, v, a, b), seq.state, options)
-    options.update(initial_state=seq.state, output_final_state=seq.cache is not None)
-    options["cu_seqlens"] = seq.lengths
-    if not seq.one_step:
-        o, state = gdn.chunk_gated_delta_rule(q, k, v, a, b, cp_context=seq.cp, **options)
-    else:
-        o, state = gdn.fused_recurrent_gated_delta_rule(
-            q, k, v, a, b, inplace_final_state=seq.in_place, **options
-        )
-    if seq.cache is not None and not seq.in_place:
-        seq.cache.update_recurrent_state(state, layer.layer_idx)
-    return o
+RULES = gdn.chunk_gated_delta_rule, gdn.fused_recurrent_gated_delta_rule
 
 
 def _gated_delta_net(
-    layer, norm, q, k, v, z, a, b, seq: _Sequences, joined, allow_neg_eigval: bool,
+    layer, norm, q, k, v, z, a, b, seq: Sequences, joined, allow_neg_eigval: bool,
     quantises: bool = False,
 ):  # fmt: skip
     """From the input projections to the input of the output projection.
@@ -161,13 +62,18 @@ def _gated_delta_net(
         if y is None:
             y = DECODE(tensors, options).flatten(2)
     else:
-        y = _convolution(layer, q, k, v.flatten(3), joined, seq)  # [B, T, D]
+        y = convolution(conv, layer.activation, q, k, v.flatten(3), joined, seq)  # [B, T, D]
     if hook is not None:
         hook.post_forward(conv, ())
     if decoding:
         return y
     q, k, v = _split(layer, y)
-    o = _rule(layer, q, k, v, a.flatten(2), b.flatten(2), allow_neg_eigval, seq)
+    options = {
+        "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "A_log": layer.A_log,
+        "dt_bias": layer.dt_bias, "use_beta_sigmoid_in_kernel": True,
+        "allow_neg_eigval": allow_neg_eigval,
+    }  # fmt: skip
+    o = recurred(RULES, (q, k, v, a.flatten(2), b.flatten(2)), options, seq)
     if not plain:
         o = norm(o.reshape(-1, o.shape[-1]), z.reshape(-1, o.shape[-1]))
         return o.view(z.shape).flatten(2)
@@ -190,27 +96,24 @@ def _heads(x, size: int):
     return x.view(x.shape[0], x.shape[1], -1, size)
 
 
-def _layer(layer, ours: type, project: Callable, norm: str, out: str, given, mask, kwargs):
-    """The output of a layer [B, T, hidden]; given: the hidden states, and the cache or None.
-    project: (layer, x) -> q, k, v, z, a, b; q, k, v joined, if they lie side by side; whether beta
-    is up to 2."""
-    x, cache = given
-    cache = kwargs.pop("cache", cache)  # of either name
-    patch = patch_of(layer, ours, kwargs)
-    if patch is not None:
-        if hasattr(type(layer), "served_as"):
-            return None  # its forward hands the call on as it was given
-        # which may know the cache by more names than one
-        given = (x,) if cache is None else (x, cache)
-        return patch(layer, *given, attention_mask=mask, **kwargs)
-    if mask is not None:  # [B, T], 0 for padding, which must not reach the states
-        x = (x * mask[:, :, None]).to(x.dtype)
-    q, k, v, z, a, b, joined, allow_neg_eigval = project(layer, x)
-    seq = _Sequences(layer, k, cache, kwargs)
-    norm, out = getattr(layer, norm), getattr(layer, out)
+class Layer(NamedTuple):
+    """What layers of one family have of their own."""
+
+    project: Callable  # (layer, x) -> q, k, v, z, a, b; q, k, v joined, if they lie side by side;
+    # whether beta is up to 2
+    norm: str
+    out: str
+
+
+def computed(layer, family: Layer, x, cache, mask, kwargs: dict) -> torch.Tensor:
+    """The output of a layer [B, T, hidden] for hidden states x, and a cache or None."""
+    x = without_padding(x, mask)
+    q, k, v, z, a, b, joined, allow_neg_eigval = family.project(layer, x)
+    seq = Sequences(layer, layer.layer_idx, k, cache, kwargs)
+    norm, out = getattr(layer, family.norm), getattr(layer, family.out)
     weight = None
     if type(out) in FP8_FORMS:
-        weight = fp8_out.weight_of_out(out, x, z.shape[2:].numel())
+        weight = fp8.weight_of_out(out, x, z.shape[2:].numel())
     more = (seq, joined, allow_neg_eigval, weight is not None)
     o = _gated_delta_net(layer, norm, q, k, v, z, a, b, *more)
     if type(o) is Quantised:
@@ -244,49 +147,108 @@ def _olmo_hybrid(layer, x) -> tuple:
     return q, k, v, z, a, b, None, layer.allow_neg_eigval
 
 
-class Qwen3_5GatedDeltaNet(nn.Module):
-    """The GDN layer of Qwen3.5 (dense and MoE) and Qwen4-exp.
+FAMILIES: Dict[str, Layer] = {
+    "Qwen3_5GatedDeltaNet": Layer(_qwen3_5, "norm", "out_proj"),
+    "Qwen3NextGatedDeltaNet": Layer(_qwen3_next, "norm", "out_proj"),
+    "OlmoHybridGatedDeltaNet": Layer(_olmo_hybrid, "o_norm", "o_proj"),
+}
 
-    Shapes:
-        hidden_states: [B, T, hidden] -> [B, T, hidden]
-    """
 
-    has_backward = True
-    can_torch_compile = True
+# -- modules that kernelize serves
+
+
+class GdnForm(NamedTuple):
+    """A class of transformers' Gated DeltaNet layers that one of ours computes the same."""
+
+    layer: str  # of FAMILIES
+    kind: type
+    pinned: Pinned
+    arguments: Arguments
+    cache: Optional[str]  # the names of its arguments
+    mask: Optional[str]
+    guards: Tuple[Tuple[str, object], ...]  # attributes on which its forward depends, not ours
+    view: Tuple[Tuple[str, Optional[str], object], ...]  # (our attribute, its own, or else a value)
+
+
+FORMS: Dict[type, GdnForm] = {}  # what was recognised so far, for forwards that `kernels` binds
+
+
+@functools.lru_cache(maxsize=1024)
+def forward_of(form: GdnForm) -> Callable:
+    """The forward of a layer of ours for the modules of a class, with their names for what it is
+    given and for what it reads: those are properties of the class that is served."""
+    family, unchanged = FAMILIES[form.layer], call_check(form.pinned, form.guards)
+
+    def serve(self, x, given, rest):
+        if not isinstance(x, torch.Tensor) or x.ndim != 3:
+            return None
+        compiling = torch.compiler.is_compiling()
+        if unchanged(self, compiling) and (compiling or _is_plain(self)):
+            return computed(self, family, x, given.get(form.cache), given.get(form.mask), rest)
+        _refuse_context(rest)
+        return None
+
+    forward = forward_by(form, serve, form.layer, compiled=True)
+    forward.view = {n: value if own is None else _named(own) for n, own, value in form.view}
+    return forward
+
+
+def _named(own: str) -> property:
+    return property(lambda layer: getattr(layer, own))  # torch.compile traces no attrgetter
+
+
+def _is_plain(layer) -> bool:
+    """True if the weights that ours reads are not sharded in this call."""
+    return type(layer.A_log) in PLAIN_TENSORS and type(layer.conv1d.weight) in PLAIN_TENSORS
+
+
+def _refuse_context(kwargs: dict) -> None:
+    if kwargs.get("cp_context") is not None:
+        raise ValueError("cp_context must not be given to a layer that is patched or sharded")
+
+
+# -- layers that `kernels` looks up
+
+
+def _own_forward(layer, kwargs: dict) -> Optional[Callable]:
+    """The forward of the layer's class, if that is served by kernelize; or if it or what it calls
+    was patched since kernelize has looked at it, if it knows one of the keywords by another name,
+    or if the layer's weights are sharded in this call. A patch is meant to count."""
+    kind = type(layer)
+    if hasattr(kind, "served_as"):
+        return kind.forward
+    known = next((FORMS[base] for base in kind.__mro__ if base in FORMS), None)
+    same = known is None or known.arguments.own.isdisjoint(kwargs) and known.pinned.unchanged(layer)
+    if same and _is_plain(layer):
+        return None
+    _refuse_context(kwargs)
+    return kind.forward
+
+
+def _of_hub(name: str, doc: str) -> type:
+    """The layer of a family for `kernels`, which binds its forward to modules of transformers."""
 
     def forward(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
-        given = hidden_states, cache_params
-        names = _qwen3_5, "norm", "out_proj"
-        return _layer(self, Qwen3_5GatedDeltaNet, *names, given, attention_mask, kwargs)
+        cache = kwargs.pop("cache", cache_params)  # transformers' releases have either name
+        own = None if torch.compiler.is_compiling() else _own_forward(self, kwargs)
+        if own is None:
+            return computed(self, FAMILIES[name], hidden_states, cache, attention_mask, kwargs)
+        # which may know the cache by more names than one
+        given = (hidden_states,) if cache is None else (hidden_states, cache)
+        return own(self, *given, attention_mask=attention_mask, **kwargs)
+
+    shapes = "\n\n    Shapes:\n        hidden_states: [B, T, hidden] -> [B, T, hidden]\n    "
+    return hub_layer(name, doc + shapes, forward)
 
 
-class Qwen3NextGatedDeltaNet(nn.Module):
-    """The GDN layer of Qwen3-Next, whose two projections hold q, k, v, z and b, a by k-head.
-
-    Shapes:
-        hidden_states: [B, T, hidden] -> [B, T, hidden]
-    """
-
-    has_backward = True
-    can_torch_compile = True
-
-    def forward(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
-        given = hidden_states, cache_params
-        names = _qwen3_next, "norm", "out_proj"
-        return _layer(self, Qwen3NextGatedDeltaNet, *names, given, attention_mask, kwargs)
-
-
-class OlmoHybridGatedDeltaNet(nn.Module):
-    """The GDN layer of OLMo-Hybrid: seven separate projections, beta up to 2 if so configured.
-
-    Shapes:
-        hidden_states: [B, T, hidden] -> [B, T, hidden]
-    """
-
-    has_backward = True
-    can_torch_compile = True
-
-    def forward(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
-        given = hidden_states, cache_params
-        names = _olmo_hybrid, "o_norm", "o_proj"
-        return _layer(self, OlmoHybridGatedDeltaNet, *names, given, attention_mask, kwargs)
+Qwen3_5GatedDeltaNet = _of_hub(
+    "Qwen3_5GatedDeltaNet", "The GDN layer of Qwen3.5 (dense and MoE) and Qwen4-exp."
+)
+Qwen3NextGatedDeltaNet = _of_hub(
+    "Qwen3NextGatedDeltaNet",
+    "The GDN layer of Qwen3-Next, whose two projections hold q, k, v, z and b, a by k-head.",
+)
+OlmoHybridGatedDeltaNet = _of_hub(
+    "OlmoHybridGatedDeltaNet",
+    "The GDN layer of OLMo-Hybrid: seven separate projections, beta up to 2 if so configured.",
+)

@@ -1,13 +1,13 @@
 """The norms that classes of transformers ask `kernels` for by name."""
 
 import itertools
-from typing import Optional
+from typing import Callable, Optional
 
 import torch
 from torch import nn
 
 from ..norm.api import rms_norm
-from .norm import NormForm, parameters_of_norm, serves
+from .norm import NormForm, forward_of, serves
 from .own_classes import Answers, Code
 from .own_code import peeled
 
@@ -45,19 +45,12 @@ class RMSNormZeroCentered(nn.Module):
 
 def normed(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """The output of a norm of transformers, by rms_norm or by its class's own forward."""
-    kind = type(norm)
-    if not serves(x):
-        return kind.forward(norm, x)
-    form = FORMS.of(kind)
-    found = None if form is None else parameters_of_norm(norm, x, form=form)
-    if found is None:
-        return kind.forward(norm, x)
-    weight, eps, mode, offset = found
-    return rms_norm(x, weight, eps, casting_mode=mode, offset=offset)
+    forward = FORWARDS.of(type(norm)) if serves(x) else None
+    return (forward or type(norm).forward)(norm, x)
 
 
-def _form_of(kind: type, code: Code) -> Optional[NormForm]:
-    """The form of a class of transformers, found by small inputs, or None for another formula."""
+def _forward_for(kind: type, code: Code) -> Optional[Callable]:
+    """Ours for a class of transformers, found by small inputs, or None for another formula."""
     if kind.__call__ is not nn.Module.__call__:
         return None
     roundings = (("llama", 0.0), ("gemma", 0.0), ("gemma", 1.0))
@@ -65,7 +58,7 @@ def _form_of(kind: type, code: Code) -> Optional[NormForm]:
         form = NormForm(kind, code.pins, (), "", "weight", name, mode, offset)
         try:
             if _agrees(peeled(kind.forward).forward, form):
-                return form
+                return forward_of(form)
         except Exception:  # whatever a class raises for such a module
             continue
     return None
@@ -92,4 +85,4 @@ def _agrees(forward, form: NormForm) -> bool:
     return True
 
 
-FORMS = Answers(_form_of)
+FORWARDS = Answers(_forward_for)

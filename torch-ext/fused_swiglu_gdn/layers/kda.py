@@ -14,15 +14,23 @@ from typing import Callable, NamedTuple, Optional, Tuple
 import torch
 from torch import nn
 
-from ..gdn_layer import api as gdn_layer
 from ..kda import api as kda
 from ..kda.call import has_gradient
+from .delta import (
+    Sequences,
+    convolution,
+    is_gated_norm,
+    normed_and_gated,
+    packed_lengths,
+    recurred,
+    without_padding,
+)
 from .forward import Arguments, forward_by
-from .functions import convolved, is_gated_norm, normed_and_gated, packed_lengths
 from .pinned import Pinned
 from .plain import PLAIN_TENSORS, is_plain
 from .projections import beside, joined, projections
 
+RULES = kda.chunk_kda, kda.fused_recurrent_kda
 Chain = Tuple[str, ...]  # paths of one projection after another, of the hidden states
 
 
@@ -80,8 +88,11 @@ def forward_of(form: KdaForm) -> Callable:
             return None
         if x.is_cuda and torch.is_grad_enabled() and not _learns(layer, roles, x):
             return None
-        if not _is_as_known(layer, form) or cache is not None and _records(cache, layer, roles):
+        if not _is_as_known(layer, form):
             return None
+        cached = None if cache is None else cache.layers[at(roles.index)(layer)]
+        if getattr(cached, "record_past", False) and not hasattr(cached, "takes_back"):
+            return None  # it keeps what it needs to take tokens back in the class's own way
         bound = None if roles.bound is None else at(roles.bound)(layer)
         if roles.bound is not None and not (type(bound) in (int, float) and bound < 0.0):
             return None
@@ -117,51 +128,22 @@ def _learns(layer: nn.Module, roles: Roles, x: torch.Tensor) -> bool:
     return has_gradient(K, K, dtype, x.device)
 
 
-def _records(cache, layer: nn.Module, roles: Roles) -> bool:
-    """The cache keeps what it would need to take tokens back, in the class's own way."""
-    cached = cache.layers[at(roles.index)(layer)]
-    return getattr(cached, "record_past", False) and not hasattr(cached, "takes_back")
-
-
 def kimi_delta_attention(
     layer, roles: Roles, hidden_states, cache, mask, lengths, bound
 ) -> torch.Tensor:
     """hidden_states [B, T, hidden] -> [B, T, hidden], with both states in the cache updated."""
-    if mask is not None:  # padding must not reach the states
-        hidden_states = (hidden_states * mask[:, :, None]).to(hidden_states.dtype)
-    x, heads, index = hidden_states, (-1, _head_dim(layer, roles)), at(roles.index)(layer)
+    x, heads = without_padding(hidden_states, mask), (-1, _head_dim(layer, roles))
     qkv, f, z, b = _projected(layer, roles, x)
-    conv_state = state = back = None
-    if cache is not None and cache.layers[index].has_previous_state[0]:
-        cached = cache.layers[index]
-        conv_state, state = cached.conv_states[0], cached.recurrent_states[0]
-        takes_back = getattr(cached, "takes_back", None)
-        back = cached if takes_back is not None and takes_back(x.shape[1]) else None
-    if state is not None and torch.is_grad_enabled():
-        state = state.clone()  # autograd keeps what it reads, and the cache is overwritten
-    step = x.shape[1] == 1 and state is not None and not torch.is_grad_enabled() and back is None
-    rows = None if back is None else back.rows
-    held = (conv_state, None) if step else (None, None)
-    held = held if rows is None else (rows.columns, rows.accepted)
-    y = _convolution(layer, roles, qkv, cache, held, lengths)
+    seq = Sequences(layer, at(roles.index)(layer), x, cache, {"cu_seqlens": lengths})
+    q, k, v = (part.unflatten(-1, heads) for part in qkv.chunk(3, -1))
+    y = convolution(at(roles.conv)(layer), roles.activation, q, k, v, qkv, seq)
     q, k, v, f, z = (part.unflatten(-1, heads) for part in (*y.chunk(3, -1), f, z))
     options = {
         "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "lower_bound": bound,
         "A_log": at(roles.A_log)(layer), "dt_bias": at(roles.dt_bias)(layer),
         "use_beta_sigmoid_in_kernel": True,
     }  # fmt: skip
-    if back is not None:  # which keeps the state after each token
-        o = back.recur(kda.fused_recurrent_kda, (q, k, v, f, b), state, options)
-    elif step:
-        options["initial_state"] = state
-        o, _ = kda.fused_recurrent_kda(q, k, v, f, b, inplace_final_state=True, **options)
-    else:
-        options.update(
-            initial_state=state, output_final_state=cache is not None, cu_seqlens=lengths
-        )
-        o, state = kda.chunk_kda(q, k, v, f, b, **options)
-        if cache is not None:
-            cache.update_recurrent_state(state.to(torch.float32), index)
+    o = recurred(RULES, (q, k, v, f, b), options, seq)
     norm = at(roles.norm)(layer)
     o = normed_and_gated(norm, o, z) if is_gated_norm(norm) else norm(o, z)
     return projections(o.flatten(2), at(roles.out)(layer))[0]
@@ -188,27 +170,3 @@ def _projected(layer: nn.Module, roles: Roles, x: torch.Tensor) -> tuple:
     qkv = joined(x, *mixed) if qkv is None else qkv
     f, b = output(roles.f), output(roles.b)
     return qkv, f, output(roles.z), b
-
-
-def _convolution(layer, roles: Roles, qkv, cache, held: tuple, lengths) -> torch.Tensor:
-    """act(conv(qkv)) of [B, T, D], after the inputs in the cache, which these then join. held: the
-    state that is updated in place, for one token or for drafts, and for these the accepted ones."""
-    conv, T = at(roles.conv)(layer), qkv.shape[1]
-    weight, bias, x = conv.weight.squeeze(1), conv.bias, qkv.transpose(1, 2)
-    state, accepted = held
-    if state is not None:
-        y = convolved(
-            roles.activation,
-            lambda known: gdn_layer.causal_conv1d_update(
-                x, state, weight, bias, known, num_accepted_tokens=accepted
-            ),
-        )
-        return y.transpose(1, 2)
-    if cache is not None:
-        index = at(roles.index)(layer)
-        x = cache.update_conv_state(x, index, conv_kernel_size=weight.shape[-1])
-    y = convolved(
-        roles.activation,
-        lambda known: gdn_layer.causal_conv1d_fn(x, weight, bias, known, cu_seqlens=lengths),
-    )
-    return y[:, :, -T:].transpose(1, 2)

@@ -20,7 +20,9 @@ from .plain import HOOKS, OWN, PLAIN_TENSORS, is_plain, parameters_of, torch_unp
 
 LAYER = "LoraLinear"  # what a served module's class is served as
 FORMS: dict = {}  # classes of which modules are served
-FEWEST = 128  # tokens, below which the modules are called
+# tokens, below which the modules are called: an estimate. From 4,096 on steps take .48 to .57 of
+# PEFT's time (lora.json)
+FEWEST = 128
 
 
 class Parts:

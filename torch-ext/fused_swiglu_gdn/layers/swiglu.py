@@ -18,9 +18,9 @@ from ..runtime.checks import FLOATING
 from ..swiglu.api import fused_swiglu, fused_swiglu_mlp, silu_mul
 from ..swiglu.reference import ACTIVATIONS
 from .activations import activation_of
-from .fp8 import mlp as fp8_mlp
+from .fp8 import parts as fp8
 from .norm import does_nothing
-from .pinned import Pinned
+from .pinned import Pinned, call_check
 from .plain import PLAIN_TENSORS, parameters_of, same_dtype, torch_unpatched
 from .projections import projections as of_linears
 from .tensor_parallel import Shards, mlp_on_shards, shards
@@ -120,7 +120,7 @@ def _of_others(mlp: nn.Module, x: torch.Tensor, roles: Roles, name: str) -> Opti
     if gate is not None and "forward" in gate.__dict__ and not torch.compiler.is_compiling():
         y = _on_shards(mlp, x, roles, name)
     elif name == "silu" and not roles.casts:
-        y = fp8_mlp.mlp(x, gate, modules.get(roles.up), modules.get(roles.down), roles.gate_first)
+        y = fp8.mlp(x, gate, modules.get(roles.up), modules.get(roles.down), roles.gate_first)
     return _of_wrapped(mlp, x, roles, name) if y is None else y
 
 
@@ -202,10 +202,7 @@ def forward_of(form: Form) -> Callable:
     """Returns a forward for the modules of a class: by kernels, or the class's own for other
     calls."""
     kind, pinned, guards, argument, roles = form
-
-    @torch.compiler.assume_constant_result  # at the trace
-    def of_class() -> bool:
-        return pinned.unchanged()
+    unchanged = call_check(pinned, guards)
 
     def forward(self, *args, **kwargs):
         if len(args) == 1 and not kwargs:
@@ -215,11 +212,7 @@ def forward_of(form: Form) -> Callable:
         else:
             return kind.forward(self, *args, **kwargs)  # raises, as ever
         compiling = torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag
-        if compiling:
-            same = of_class() and pinned.unchanged_of(self, guards)
-        else:
-            same = pinned.unchanged(self, guards)
-        y = serve(self, x, roles, compiling) if same else None
+        y = serve(self, x, roles, compiling) if unchanged(self, compiling) else None
         return kind.forward(self, x) if y is None else y
 
     forward.__wrapped__ = kind.forward  # whose arguments inspect and torch.fx then find

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..decoding.drafts import serve_drafts
 from ..decoding.graph_rules import why_not_model
-from ..decoding.graphs import Served, restore_graphs, serve_graphs
+from ..decoding.graphs import restore_graphs, serve_graphs
 from ..layers.plain import PLAIN_TENSORS, Named, named_modules, told
 from ..layers.replay import PAYS_FROM
 from ..parallel.checks import is_group
@@ -127,14 +127,12 @@ def kernelize(
         found = serve_cross_entropy(modules, _place_of(model))
         of_loss = of_loss or found
     rows += [] if of_loss is None else [of_loss]
-    rows += [_of_decoding(serve_graphs(model))] if cuda_graphs else []
+    if cuda_graphs:
+        module, kind, note, reason = serve_graphs(model)
+        rows.append(Row(module, kind, "decode", note, reason))
     serve_drafts(modules)
     rows += [_replays(model, rows, replay)] if replay else []
     return Report([row for row in rows if row is not None], _place_of(model)).warn_once()
-
-
-def _of_decoding(found: Served) -> Row:
-    return Row(found.module, found.kind, "decode", found.note, found.reason)
 
 
 def _exchanges_states(model: nn.Module, rows: List[Row]) -> None:

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ..layers.delta import CACHE_NAMES
 from ..layers.forward import Arguments
-from ..layers.gdn_form import CACHE_NAMES
 from ..layers.own_code import peeled, undispatched
 from ..layers.pins import names_in
 from ..runtime.device import pretending

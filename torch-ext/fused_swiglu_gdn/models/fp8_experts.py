@@ -21,7 +21,7 @@ from ..layers.activations import activation_of
 from ..layers.fp8.weights import SCALES, SCHEME, takes
 from ..layers.own_code import is_in_its_file
 from ..layers.pinned import Pinned
-from ..layers.plain import PLAIN_TENSORS, why_not_tensor
+from ..layers.plain import PLAIN_TENSORS, told
 from .code import Refused
 from .experts_trial import FLAGS, Form, computes, loop_of
 from .fp8_linear import (
@@ -30,7 +30,7 @@ from .fp8_linear import (
     code_above,
     given_to_products,
     why_not_block,
-    why_not_dtype,
+    why_not_parameter,
 )
 from .serving import BEFORE, own_class, say_once, why_not_on
 from .stand_ins import quiet
@@ -124,14 +124,12 @@ def _why_not_weights(module: nn.Module) -> Optional[str]:
     for name, x in zip(WEIGHTS, found):
         if x is None or name in module.__dict__:
             return f"{name} is no parameter of its own"
-        reason = why_not_tensor(x)
-        if reason is not None and not reason.startswith("is of dtype"):
-            return f"{name} {reason}"
-        if x.dtype is torch.int8:
+        if told(x, "dtype") is torch.int8:
             return f"{name} is FP4, packed in int8; float8_e4m3fn is served"
         wanted = SCALES if "scale" in name else (torch.float8_e4m3fn,)
-        if why_not_dtype(name, x, *wanted):
-            return why_not_dtype(name, x, *wanted)
+        reason = why_not_parameter(name, x, *wanted)
+        if reason is not None:
+            return reason
     w_gate_up, s_gate_up, w_down, s_down = found
     if w_down.ndim != 3 or w_gate_up.ndim != 3:
         return "its weights are not of three dimensions"

@@ -148,23 +148,18 @@ def why_not_block(block: object, scheme: object, given: object) -> Optional[str]
 
 
 def _why_not_parameters(weight, scale, bias) -> Optional[str]:
-    wanted = (
-        ("weight", weight, (torch.float8_e4m3fn,)), ("scale", scale, SCALES),
-        ("bias", bias, (torch.bfloat16,)),
-    )  # fmt: skip
-    for name, x, dtypes in wanted:
-        if x is None:
-            continue
-        reason = why_not_tensor(x)
-        if reason is not None and not reason.startswith("is of dtype"):
-            return f"its {name} {reason}"
-        reason = why_not_dtype(f"its {name}", x, *dtypes)
-        if reason is not None:
-            return reason
-    return None
+    return (
+        why_not_parameter("its weight", weight, torch.float8_e4m3fn)
+        or why_not_parameter("its scale", scale, *SCALES)
+        or (None if bias is None else why_not_parameter("its bias", bias, torch.bfloat16))
+    )
 
 
-def why_not_dtype(name: str, x: torch.Tensor, *dtypes: torch.dtype) -> Optional[str]:
+def why_not_parameter(name: str, x: torch.Tensor, *dtypes: torch.dtype) -> Optional[str]:
+    """Why a parameter is no plain tensor of one of these dtypes, or None."""
+    reason = why_not_tensor(x)
+    if reason is not None and not reason.startswith("is of dtype"):
+        return f"{name} {reason}"
     if x.dtype in dtypes:
         return None
     words = [str(d).replace("torch.", "") for d in (x.dtype, dtypes[0])]

@@ -9,10 +9,9 @@ from typing import Dict, Iterator, NamedTuple, Optional, Tuple, Union
 
 from torch import nn
 
-from .. import layers
 from ..gdn.checks import MAX_HEAD_DIM
-from ..layers.functions import is_gated_norm
-from ..layers.gdn_form import KNOWN, GdnForm, Known
+from ..layers.delta import is_gated_norm
+from ..layers.gdn import FORMS, GdnForm
 from ..layers.plain import told
 from .code import Refused
 from .delta_layers import (
@@ -145,9 +144,9 @@ def _form(module: nn.Module, parts: Parts) -> GdnForm:
     read_by_ours = {*values, "training", found.roles.index, f"{names['conv1d']}.bias"}
     read_by_ours -= {name for name, *_ in view}
     guards = facts.values_but(*read_by_ours)
-    KNOWN[kind] = Known(facts.pinned, found.arguments.own)
-    ours = getattr(layers, parts.layer)
-    return GdnForm(ours, kind, *found[1:], tuple(guards.items()), view)
+    form = GdnForm(parts.layer, kind, facts.pinned, *found[1:], tuple(guards.items()), view)
+    FORMS[kind] = form
+    return form
 
 
 def _view(module: nn.Module, names: dict, values: dict) -> Iterator[tuple]:
@@ -199,8 +198,9 @@ def _candidates(module: nn.Module, facts, index: str) -> Iterator[Roles]:
         }  # fmt: skip
         for K in _head_dims(module, parts, heads):
             more = {"head_k_dim": K, "num_k_heads": parts.key // K}
-            for activation, flag in itertools.product(_activations(module), _flags(module, parts)):
-                found = {**values, **more, "activation": activation, **flag}
+            more["activation"] = getattr(module, "activation", "silu")
+            for flag in _flags(module, parts):
+                found = {**values, **more, **flag}
                 yield Roles(parts.layer, tuple(parts.names.items()), tuple(widths), hidden,
                             tuple(found.items()), index)  # fmt: skip
 
@@ -212,10 +212,6 @@ def _head_dims(module: nn.Module, parts: Parts, heads: int) -> Iterator[int]:
     for size in known:
         if size > 0 and not parts.key % size and not heads % (parts.key // size):
             yield size
-
-
-def _activations(module: nn.Module) -> list:
-    return [module.activation] if hasattr(module, "activation") else ["silu"]
 
 
 def _flags(module: nn.Module, parts: Parts) -> list:

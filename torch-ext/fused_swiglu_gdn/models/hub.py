@@ -14,25 +14,13 @@ from .recognise import Finding, recognise
 from .serving import own_class
 
 # the names that models are decorated with, or ask functions by, and our layer for each
-NAMES = {
-    "SwiGLUMLP": "SwiGLUMLP",
-    "SwiGLUGateUp": "SwiGLUGateUp",
-    "Qwen3_5GatedDeltaNet": "Qwen3_5GatedDeltaNet",
-    "Qwen3NextGatedDeltaNet": "Qwen3NextGatedDeltaNet",
-    "OlmoHybridGatedDeltaNet": "OlmoHybridGatedDeltaNet",
-    "RMSNorm": "RMSNorm",
-    "RMSNormZeroCentered": "RMSNormZeroCentered",
-    "RMSNormGated": "FusedRMSNormGated",
-    "SoftmaxTopKRouter": "SoftmaxTopKRouter",
-    "rotary_pos_emb": "rotary_pos_emb",
-    "ForCausalLMLoss": "ForCausalLMLoss",
-    "chunk_gated_delta_rule": "chunk_gated_delta_rule",
-    "fused_recurrent_gated_delta_rule": "recurrent_gated_delta_rule",
-    "chunk_kda": "chunk_kimi_delta_attention",
-    "fused_recurrent_kda": "recurrent_kimi_delta_attention",
-    "causal_conv1d_fn": "causal_conv1d_fn",
-    "causal_conv1d_update": "causal_conv1d_update",
+OTHERS = {
+    "FusedRMSNormGated": "RMSNormGated",
+    "recurrent_gated_delta_rule": "fused_recurrent_gated_delta_rule",
+    "chunk_kimi_delta_attention": "chunk_kda",
+    "recurrent_kimi_delta_attention": "fused_recurrent_kda",
 }
+NAMES = {OTHERS.get(n, n): n for n in layers.__all__ if n != "SwiGLUGateUpLayout"}
 DEVICES = ("cpu", "cuda", "mps", "neuron", "npu", "rocm", "tpu", "xpu")  # that `kernels` knows
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 

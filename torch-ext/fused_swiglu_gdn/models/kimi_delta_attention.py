@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..gdn.checks import MAX_HEAD_DIM
-from ..layers.functions import is_gated_norm
+from ..layers.delta import is_gated_norm
 from ..layers.kda import KdaForm, Owner
 from ..layers.pinned import found_at
 from ..layers.plain import told

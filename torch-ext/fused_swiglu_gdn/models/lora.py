@@ -43,7 +43,7 @@ def lora_linear(module: nn.Module) -> Optional[tuple]:
 def note_of(module: nn.Module) -> Optional[str]:
     """The remark about a served module, or None."""
     dropouts = module._modules.get("lora_dropout")
-    if own_class(module).__module__ not in HOMES or dropouts is None:
+    if dropouts is None or own_class(module).__module__ not in HOMES:
         return None
     drops = any([getattr(x, "p", 0.0) > 0 for x in dropouts._modules.values()])
     return "dropout by masks of its own (docs/training.md)" if drops else None

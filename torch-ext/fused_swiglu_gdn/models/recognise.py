@@ -12,7 +12,7 @@ from torch import nn
 
 from ..attention.ops import FAMILY as ATTENTION
 from ..fp8.ops import MULTIPLY
-from ..layers import attention, decoder, gdn_form, kda, latent_attention, lora, norm, swiglu
+from ..layers import attention, decoder, gdn, kda, latent_attention, lora, norm, swiglu
 from ..layers.fp8 import linear as fp8
 from ..lora.ops import FAMILY as LORA
 from ..norm.api import FAMILY as NORM
@@ -128,7 +128,7 @@ OF_MODULES = {
         Kind(
             "kda", "KimiDeltaAttention", kimi_delta_attention, kda, ("kda.chunk", "kda_chunk_fwd")
         ),
-        Kind("gdn", "GatedDeltaNet", gated_delta_net, gdn_form, ("gdn.chunk", "gdn_chunk_fwd")),
+        Kind("gdn", "GatedDeltaNet", gated_delta_net, gdn, ("gdn.chunk", "gdn_chunk_fwd")),
         Kind("norm", "RMSNorm", _NORM, norm, (NORM, "rms_norm_fwd")),
         Kind("attention", "Attention", _attention, attention, (ATTENTION, "qk_norm_rope_fwd")),
         Kind("layer", "DecoderLayer", _LAYER, decoder, (NORM, "rms_norm_fwd")),

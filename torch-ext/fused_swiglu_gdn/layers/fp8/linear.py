@@ -14,9 +14,9 @@ from torch import nn
 
 from ...fp8.call import MAX_PLAIN, MOST, Quantised
 from ...fp8.ops import DEQUANTISE, MULTIPLY, products
+from ...fp8.reference import dequantise_fwd
 from ..plain import parameters_of
 from .given import taken
-from .gradient import with_gradient
 from .weights import FORMS, Fp8Form, Weight, takes, weights_of
 
 
@@ -42,6 +42,28 @@ def multiplied(
     return found
 
 
+class _Learned(torch.autograd.Function):
+    """y [..., N] = x W^T of x [..., K], which is computed already, in FP8.
+
+    The gradient of x is that of the product without x's rounding: one product of torch with a
+    constant, the weight in bf16, its codes times their scales, and so has a derivative of its own.
+    The weight gets none: adapters learn on top of it."""
+
+    @staticmethod
+    def forward(ctx, x, y, weight, scale):
+        ctx.save_for_backward(weight, scale)
+        ctx.mark_dirty(y)  # so it is returned as it is: a view of it could not be written in place
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        weight, scale = ctx.saved_tensors
+        tensors = weight.detach(), scale.detach().float()
+        weight = DEQUANTISE(tensors)
+        weight = dequantise_fwd(*tensors) if weight is None else weight
+        return gradient.to(weight.dtype) @ weight, None, None, None
+
+
 @functools.lru_cache(maxsize=64)
 def forward_of(form: Fp8Form) -> Callable:
     """A forward for FP8Linear modules, or the class's own where that differs."""
@@ -56,7 +78,7 @@ def forward_of(form: Fp8Form) -> Callable:
         if found is None:
             return own(self, input)
         if input.requires_grad and torch.is_grad_enabled():
-            return with_gradient(input, *found, *weight[:2])
+            return _Learned.apply(input, *found, *weight[:2])
         return found[0]
 
     forward.__wrapped__ = own
