@@ -102,7 +102,7 @@ def test_the_cache_and_the_logits_after(graph, chosen, device, name):
     by other processors, and for one that is reset."""
     model = served(name, device)
     ids, mask = padded(1, 9, device)
-    name = submodule("decoding.graphed_step")._cache_name(model)
+    name = submodule("decoding.caches").cache_name(model)
     outs = []
     for own in (True, False):
         cache = transformers.StaticCache(config=model.config, max_cache_len=80)

@@ -3,6 +3,7 @@
 That a checkpoint's layer is right as often as its makers say is not shown here: it needs one.
 """
 
+import inspect
 import json
 
 import pytest
@@ -52,6 +53,13 @@ def test_names_are_those_of_checkpoints(kernel, name):
     for each, x in layer.state_dict().items():
         assert torch.equal(x, weights[f"mtp.{each}"])
     assert not layer.training and not any(x.requires_grad for x in layer.parameters())
+
+
+def test_the_cache_goes_by_the_name_that_the_release_has(kernel):
+    """By another one transformers warns, and a served layer runs its class's own forward."""
+    layer = mtp.Mtp(random_model("qwen3_5_text"), 1)
+    kernel.kernelize(layer)
+    assert layer.cache_name in inspect.signature(layer.layers[0].forward).parameters
 
 
 def test_files(kernel, tmp_path):

@@ -220,7 +220,7 @@ def test_the_bytes_of_a_cache(name):
     counted = submodule("decoding.static_cache")._bytes(model, cache, B * slots)
     with torch.no_grad():
         ids, _ = padded(B, 9, "cpu")
-        model(ids, **{submodule("decoding.graphed_step")._cache_name(model): cache})
+        model(ids, **{submodule("decoding.caches").cache_name(model): cache})
     layers = [layer for layer in cache.layers if hasattr(layer, "keys")]
     held = [x for layer in layers for x in (layer.keys, layer.values)]
     bytes_ = sum(x.numel() * x.itemsize for x in held)

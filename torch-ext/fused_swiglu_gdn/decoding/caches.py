@@ -1,8 +1,10 @@
 """transformers' caches: their classes, their layers, and what Python counts in them."""
 
+import inspect
 from typing import Any, List, Optional, Tuple
 
 import torch
+from torch import nn
 
 CACHES = "transformers.cache_utils"
 CACHE_NAMES = ("cache", "past_key_values")  # of a model's argument, newest releases first
@@ -19,6 +21,12 @@ def cache_among(given: dict) -> Tuple[Optional[str], Any]:
     """(name, cache) of the argument of a model that is its cache; both None without one."""
     found = ((name, given[name]) for name in CACHE_NAMES if given.get(name) is not None)
     return next(found, (None, None))
+
+
+def cache_name(module: nn.Module) -> str:
+    """The name of a module's argument that takes the cache."""
+    known = inspect.signature(module.forward).parameters  # of a served or decorated one its own
+    return next((name for name in CACHE_NAMES if name in known), CACHE_NAMES[-1])
 
 
 def is_of(x: Any, *names: str) -> bool:

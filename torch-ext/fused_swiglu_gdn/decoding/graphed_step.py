@@ -1,13 +1,12 @@
 """graphed_step: a decoding step as a CUDA graph, for loops written by hand."""
 
-import inspect
 from typing import Any, Optional
 
 import torch
 from torch import nn
 
 from ..runtime.checks import is_int, is_model
-from .caches import CACHE_NAMES
+from .caches import cache_name
 from .graph_rules import why_not_model
 from .graphs import Step
 
@@ -17,7 +16,7 @@ class GraphedStep:
 
     def __init__(self, model: nn.Module, cache: Any, batch_size: int):
         self._model, self._cache, self._batch_size = model, cache, batch_size
-        self._step = Step(cache, _cache_name(model))
+        self._step = Step(cache, cache_name(model))
         self._step.reason = why_not_model(model) or self._step.reason
 
     @property
@@ -33,12 +32,6 @@ class GraphedStep:
             raise ValueError(f"input_ids must be a tensor of shape {list(expected)}, got {found}")
         inputs = {"input_ids": input_ids, "use_cache": True, "return_dict": True, **inputs}
         return self._step(self._model, self._cache, inputs)
-
-
-def _cache_name(model: nn.Module) -> str:
-    """The name of the model's argument that takes the cache."""
-    known = inspect.signature(model.forward).parameters
-    return next((name for name in CACHE_NAMES if name in known), CACHE_NAMES[-1])
 
 
 def graphed_step(model: nn.Module, cache: Any, batch_size: int) -> GraphedStep:

@@ -20,7 +20,7 @@ from typing import List, Optional
 import torch
 from torch import nn
 
-from .caches import CACHE_NAMES, CACHES
+from .caches import CACHES, cache_name
 from .choosing import Choice
 from .lookup import Drafter, Weights
 from .reading import inner_of
@@ -46,6 +46,7 @@ class Mtp(nn.Module):
         self.fc = nn.Linear(2 * H, H, bias=False)
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = norm(H, eps=eps), norm(H, eps=eps)
         self.layers = nn.ModuleList([layer(config, 0)])
+        self.cache_name = cache_name(self.layers[0])
         self.norm = norm(H, eps=eps)
         self.config, self.count = config, count
         self.generation_config = copy.deepcopy(model.generation_config)
@@ -76,11 +77,9 @@ class Mtp(nn.Module):
         if mask is None:
             n, seen = ids.shape[1], 0 if cache is None else int(cache.get_seq_length())
             mask = torch.ones(n, seen + n, dtype=torch.bool, device=x.device).tril(seen)[None, None]
-        code = getattr(self.layers[0].forward, "__code__", None)
-        name = CACHE_NAMES[0 if code is not None and CACHE_NAMES[0] in code.co_varnames else 1]
         x = self.layers[0](
             x, position_embeddings=tables, attention_mask=mask, position_ids=positions,
-            **{name: cache},
+            **{self.cache_name: cache},
         )  # fmt: skip
         return self.norm(x[0] if isinstance(x, tuple) else x)
 
