@@ -7,7 +7,7 @@ else is asked at every call, and left to PEFT's own forward.
 """
 
 import functools
-from typing import Callable, List, Optional, Sequence
+from typing import Callable, List, NamedTuple, Optional, Sequence
 
 import torch
 from torch import nn
@@ -25,14 +25,15 @@ FORMS: dict = {}  # classes of which modules are served
 FEWEST = 128
 
 
-class Parts:
+class Parts(NamedTuple):
     """Weights of a module with an adapter; the weight is None where its base layer is called."""
 
-    __slots__ = ("weight", "bias", "down", "up", "scale", "drop")
-
-    def __init__(self, weight, bias, down, up, scale: float, drop: float):
-        self.weight, self.bias, self.down, self.up = weight, bias, down, up
-        self.scale, self.drop = scale, drop
+    weight: Optional[torch.Tensor]
+    bias: Optional[torch.Tensor]
+    down: torch.Tensor
+    up: torch.Tensor
+    scale: float
+    drop: float
 
 
 def parts_of(module: nn.Module) -> Optional[Parts]:
