@@ -66,7 +66,8 @@ class Code:
         if walk.patched is not None:
             return _patched(walk.patched)
         if walk.foreign is not None:
-            return _patched(walk.foreign) if _is_home(kind) else other
+            home = kind.__module__.startswith("transformers.") and kind.__module__ in sys.modules
+            return _patched(walk.foreign) if home else other
         for function in wrapped_in(forward):
             home = type(function).__module__ if not isinstance(function, FunctionType) else None
             if home and home.split(".")[0] not in (*PACKAGES, "functools"):
@@ -80,12 +81,6 @@ def _patched(what: str) -> str:
     if what == "forward":
         return "its forward is patched: it is not transformers' own"
     return f"its forward calls {what}, which is patched: it is not transformers' or torch's own"
-
-
-def _is_home(kind: type) -> bool:
-    """The class stands in a module of transformers."""
-    home = sys.modules.get(kind.__module__)
-    return kind.__module__.startswith("transformers.") and home is not None
 
 
 class Answers:

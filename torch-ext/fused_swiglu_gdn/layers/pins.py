@@ -113,8 +113,8 @@ class Walk:
 
     def pins(self) -> Pinned:
         looked_for = self.asked | OPERATORS | {*MACHINERY, "__call__"}
-        for name in (self.asked | OPERATORS).intersection(OF_TENSORS):
-            self.pin(OF_TENSORS, name, OF_TENSORS[name])
+        methods = (self.asked | OPERATORS).intersection(OF_TENSORS)
+        self.names.update({(id(OF_TENSORS), n): (OF_TENSORS, n, OF_TENSORS[n]) for n in methods})
         return Pinned(
             self.kind, tuple(self.names.values()), tuple(self.functions),
             tuple(self.cells.values()), frozenset(self.members - {"forward"}),

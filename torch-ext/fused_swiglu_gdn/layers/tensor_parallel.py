@@ -104,13 +104,10 @@ def shards(gate: object, up: object, down: object) -> Optional[Shards]:
     if found is None:
         found = _shards(gate, up, down)
         if found is not None:
-            _found[gate] = tuple(map(_as_it_is, spaces)), found
+            own = [(a["forward"], a["_parameters"]) for a in spaces]
+            before = [(ref(f), parts.get("weight"), parts.get("bias")) for f, parts in own]
+            _found[gate] = before, found
     return found
-
-
-def _as_it_is(attributes: dict) -> tuple:
-    own = attributes["_parameters"]
-    return ref(attributes["forward"]), own.get("weight"), own.get("bias")
 
 
 def _shards(gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> Optional[Shards]:

@@ -43,16 +43,11 @@ def is_fp8_linear(kind: type) -> bool:
 
 def fp8_linear(module: nn.Module) -> Tuple[str, Optional[str], Optional[Fp8Form]]:
     """Our layer for a module that is_fp8_linear, why it is left alone or None, and its form."""
-    form = fp8_form(own_class(module))
-    if isinstance(form, str):
+    kind = own_class(module)
+    form = while_unchanged(_forms, kind, (kind.forward, sys.modules[HOME].fp8_linear), _find)
+    if isinstance(form, str):  # why the class is not served
         return "FP8Linear", form, None
     return "FP8Linear", why_not_fp8(module), form
-
-
-def fp8_form(kind: type) -> Union[Fp8Form, str]:
-    """The form of FP8Linear, or why a class is not served."""
-    functions = kind.forward, sys.modules[HOME].fp8_linear
-    return while_unchanged(_forms, kind, functions, _find)
 
 
 def _find(kind: type) -> Tuple[Union[Fp8Form, str], Tuple[Pinned, ...]]:

@@ -28,6 +28,7 @@ from ..layers.projections import linear
 from ..loss.api import linear_cross_entropy
 from ..loss.checks import words_hold_least
 from ..runtime import device
+from .code import signature_of
 from .loss import by_kernel, language_model
 from .report import Row
 from .serving import own_class, serve, why_replaced
@@ -274,8 +275,8 @@ def _logits_that_arrive(module: nn.Module, own: type, logits: Tensor) -> Optiona
     head = me.__dict__["_modules"]["lm_head"] = _Head(logits)
     me.__dict__["_loss_function"] = record
     more = {}
-    if "output_router_logits" in _names(own):  # a second loss is added to this one
-        more["output_router_logits"] = False
+    if "output_router_logits" in signature_of(inspect.unwrap(own.forward)).names:
+        more["output_router_logits"] = False  # a second loss would be added to this one
     try:
         with torch.no_grad():
             out = own.forward(me, input_ids=ids, labels=labels, return_dict=True, **more)
@@ -294,11 +295,6 @@ def _is_plain(module: nn.Module, own: type) -> Optional[bool]:
     if _logits_that_arrive(module, own, logits) is logits:
         return True
     return None if _form_of(_logits_that_arrive(module, own, _probe())) is None else False
-
-
-def _names(own: type) -> tuple:
-    plain = inspect.unwrap(own.forward)
-    return plain.__code__.co_varnames[: plain.__code__.co_argcount]
 
 
 def _why_not(module: nn.Module) -> Optional[str]:

@@ -43,7 +43,8 @@ def kimi_delta_attention(
     """Our layer for a module, why it is left alone or None, and the form of its class; None for a
     module without the parts by which such a layer is known."""
     usual = USUAL <= module._modules.keys()
-    if not usual and not any(map(is_depthwise, module._modules.values())):
+    convs = [part for part in module._modules.values() if isinstance(part, nn.Conv1d)]
+    if not usual and not any(map(is_depthwise, convs)):
         return None
     layout = _layout(module)
     if not usual and (layout is None or _why_not_layout(module, layout) is not None):
