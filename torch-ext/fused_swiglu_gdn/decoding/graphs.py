@@ -105,9 +105,18 @@ class Replayed:
     def __init__(self, name: str):
         self.name = name
 
-    def hold(self, graph: Graph, watch: Any, model: nn.Module) -> None:
-        """Replays this graph from now on."""
-        self.graph, self.watches = graph, (watch, ModelWatch(model))
+    def captured(self, graph: Graph, capture: Callable, cache: Any, model: nn.Module, what: str):
+        """Returns what capture() does, and replays the graph from now on; says and keeps the reason
+        where that cannot be."""
+        out = None
+        with capturing(cache, model, what) as found:
+            out = capture()
+        self.reason = found.reason
+        if self.reason is None:
+            self.graph, self.watches = graph, (found.watch, ModelWatch(model))
+        else:
+            say(model, self.reason)
+        return out
 
     def holds(self, cache: Any, device: torch.device) -> bool:
         """True if torch's modes, the cache and the model are as they were at the capture."""
@@ -214,17 +223,14 @@ class Step(Replayed):
             chosen = None if chooser is None else Token(chooser.choose(out.logits, ids))
             if ahead is not None:
                 ahead.advance()
-            return out, chosen
+            return out, cache, chosen
 
-        with capturing(cache, model, "its step") as found:
-            out, chosen = graph.capture(step)
-            self.output = Output(out, cache)
-            if chosen is not None:
-                self.output.replace_logits(chosen)
-        self.reason = found.reason
+        def capture():
+            return Output(*graph.capture(step))
+
+        self.output = self.captured(graph, capture, cache, model, "its step")
         if self.reason is not None:
-            return self._eager(model, cache, inputs, self.reason)
-        self.hold(graph, found.watch, model)
+            return self._call(model, cache, inputs)
         self.static, self.chooser = [x for _, x in tensors], chooser
         self.ahead, self.mask, self.before = ahead, static.get(MASK), []
         return self._replay(cache, _parts(inputs)[0], choice)

@@ -7,24 +7,19 @@ CACHE = object()  # where the cache stands, which an output that is kept would k
 
 
 class Output:
-    """A model's output around its cache, without the work of its class's constructor.
+    """A model's output around its cache, without the work of its class's constructor, which is a
+    considerable part of the host's time for a replay. logits: what takes the place of its own."""
 
-    That work is a considerable part of the host's time for a replay.
-    """
-
-    def __init__(self, out: Any, cache: Any):
+    def __init__(self, out: Any, cache: Any, logits: Any = None):
         if not isinstance(out, dict) or not any(x is cache for x in out.values()):
             raise RuntimeError(f"it returns a {type(out).__name__} without its cache")
         self.kind = type(out)
         self.base = OrderedDict if isinstance(out, OrderedDict) else dict
         self.items = _put(CACHE, cache, dict(out.items()))
         self.attributes = _put(CACHE, cache, getattr(out, "__dict__", {}))
-
-    def replace_logits(self, value: Any) -> None:
-        """Puts another value in the place of the logits."""
-        self.items["logits"] = value
-        if "logits" in self.attributes:
-            self.attributes["logits"] = value
+        for table in (self.items, self.attributes):
+            if logits is not None and "logits" in table:
+                table["logits"] = logits
 
     def around(self, cache: Any) -> dict:
         out = self.kind.__new__(self.kind)

@@ -15,6 +15,7 @@ whatever the drafts are.
 Sizes: T tokens of a round, V words of the vocabulary.
 """
 
+import functools
 from collections import deque
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -30,7 +31,6 @@ from .graph_rules import PASSING, why_not_model, why_not_now
 from .graphs import Replayed, _map, _parts, say
 from .reading import last_hidden
 from .rows import TakesBack
-from .watch import capturing
 
 
 def rows_choice(processors: list, config: Any, ids: torch.Tensor) -> Optional["RowChoice"]:
@@ -235,13 +235,14 @@ class Round(Replayed):
         before, back = self.before, self.back
         made = following(*before, inputs, back.length)
         static = None if made is not None else {**_map(inputs, torch.clone), IDS: self.ids}
-        with capturing(self.cache, self.model, "its round") as found:
-            graph.capture(lambda: self._verify(made.now(back.length) if made else static))
-        self.reason = found.reason
+
+        def step():
+            self._verify(made.now(back.length) if made else static)
+
+        capture = functools.partial(graph.capture, step)
+        self.captured(graph, capture, self.cache, self.model, "its round")
         if self.reason is not None:
-            say(self.model, self.reason)
             return self._verify(inputs)
-        self.hold(graph, found.watch, self.model)
         self.static, self.made, self.modes = static, made, self._modes()
         return self._replay()
 
