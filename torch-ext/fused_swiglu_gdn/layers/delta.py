@@ -1,4 +1,4 @@
-"""What Gated DeltaNet (gdn.py) and Kimi Delta Attention layers (kda.py) have in common.
+"""The common parts of Gated DeltaNet (gdn.py) and Kimi Delta Attention layers (kda.py).
 
 Both convolve q, k and v, apply a delta rule to them and gate its normed result. They read their
 cache in the one way that transformers' releases have in common.

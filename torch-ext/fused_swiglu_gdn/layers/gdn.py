@@ -97,7 +97,7 @@ def _heads(x, size: int):
 
 
 class Layer(NamedTuple):
-    """What layers of one family have of their own."""
+    """The properties of layers of one family."""
 
     project: Callable  # (layer, x) -> q, k, v, z, a, b; q, k, v joined, if they lie side by side;
     # whether beta is up to 2

@@ -1,5 +1,5 @@
-"""What layers compute of FP8Linears in fewer launches: whole MLPs, and output projections whose
-input attention's gate, or the gated norm of Gated DeltaNet, quantises in its own launch."""
+"""Several FP8Linears in fewer launches: whole MLPs, and output projections whose input attention's
+gate, or the gated norm of Gated DeltaNet, quantises in its own launch."""
 
 from typing import Optional
 
