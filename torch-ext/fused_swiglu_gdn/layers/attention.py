@@ -156,9 +156,7 @@ class Attention:
         own_tables = given.get(form.tables)
         tables = _tables(form, own_tables, x, D)
         norms = {} if form.q_norm is None else self.norms(parts, x)
-        if tables is None or norms is None:
-            return None
-        if any([given.get(name) is None for name in self.more]):
+        if tables is None or norms is None or any([given.get(n) is None for n in self.more]):
             return None
         past, mask = given.get(form.cache), given.get(form.mask)
         function, more = self.interface.of(attention, given), rest if form.rests else {}

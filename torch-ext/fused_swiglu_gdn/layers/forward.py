@@ -63,15 +63,6 @@ def forward_by(form, serve: Callable, name: str, compiled: Optional[bool] = None
     return forward
 
 
-def hub_layer(name: str, doc: str, forward: Callable) -> type:
-    """A layer for `kernels`, which binds its forward to a module of transformers. It may have a
-    forward and two flags, and nothing else."""
-    forward.__qualname__ = f"{name}.forward"
-    flags = {"has_backward": True, "can_torch_compile": True}
-    members = {"__module__": forward.__module__, "__doc__": doc, "forward": forward, **flags}
-    return type(name, (nn.Module,), members)
-
-
 def is_same(value: object, default: object) -> bool:
     """True for the same object, or for equal numbers, flags or strings of the same type."""
     if value is default:

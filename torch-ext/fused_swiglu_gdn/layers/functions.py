@@ -13,67 +13,6 @@ from ..gdn_layer import api as gdn_layer
 from ..kda import api as kda
 from ..runtime.activations import OF_CONVOLUTION
 from .delta import named_activation, packed_lengths
-from .forward import hub_layer
-
-
-def _chunked(name: str, rule, doc: str) -> type:
-    """The layer of a rule in chunks."""
-
-    def forward(
-        self,
-        query, key, value, g, beta, chunk_size=64, initial_state=None, output_final_state=False,
-        use_qk_l2norm_in_kernel=False, **kwargs,
-    ):  # fmt: skip
-        return rule(
-            query, key, value, g, beta, initial_state=initial_state,
-            output_final_state=output_final_state, cu_seqlens=packed_lengths(kwargs),
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        )  # fmt: skip
-
-    return hub_layer(name, doc, forward)
-
-
-def _recurrent(name: str, rule, doc: str) -> type:
-    """The layer of a rule token by token, which has no chunk_size."""
-    chunked = _chunked(name, rule, doc).forward
-
-    def forward(
-        self,
-        query, key, value, g, beta, initial_state=None, output_final_state=False,
-        use_qk_l2norm_in_kernel=False, **kwargs,
-    ):  # fmt: skip
-        tensors = query, key, value, g, beta
-        last = initial_state, output_final_state, use_qk_l2norm_in_kernel
-        return chunked(self, *tensors, 64, *last, **kwargs)
-
-    return hub_layer(name, doc, forward)
-
-
-_SHAPES = """
-
-    q and k may have fewer heads than v or be repeated already.
-
-    Shapes:
-        query, key: [B, T, H, K]; value: [B, T, HV, V]; g: [B, T, HV{}]; beta: [B, T, HV]
-        -> [B, T, HV, V] and the state [N, HV, K, V] in fp32, or None
-    """
-_GDN, _KDA = _SHAPES.format(""), _SHAPES.format(", K")
-chunk_gated_delta_rule = _chunked(
-    "chunk_gated_delta_rule", gdn.chunk_gated_delta_rule,
-    "The gated delta rule in chunks of 64 tokens, whatever chunk_size is." + _GDN,
-)  # fmt: skip
-recurrent_gated_delta_rule = _recurrent(
-    "recurrent_gated_delta_rule", gdn.fused_recurrent_gated_delta_rule,
-    "The gated delta rule token by token: fused_recurrent_gated_delta_rule." + _GDN,
-)  # fmt: skip
-chunk_kimi_delta_attention = _chunked(
-    "chunk_kimi_delta_attention", kda.chunk_kda,
-    "Kimi Delta Attention in chunks of 64 tokens, whatever chunk_size is: chunk_kda." + _KDA,
-)  # fmt: skip
-recurrent_kimi_delta_attention = _recurrent(
-    "recurrent_kimi_delta_attention", kda.fused_recurrent_kda,
-    "Kimi Delta Attention token by token: fused_recurrent_kda." + _KDA,
-)  # fmt: skip
 
 
 def convolved(activation, convolution):
@@ -82,6 +21,98 @@ def convolved(activation, convolution):
     if activation in OF_CONVOLUTION:
         return convolution(activation)
     return named_activation(activation)(convolution(None))
+
+
+def _of(rule, tensors, initial_state, output_final_state, normed, kwargs):
+    return rule(
+        *tensors, initial_state=initial_state, output_final_state=output_final_state,
+        cu_seqlens=packed_lengths(kwargs), use_qk_l2norm_in_kernel=normed,
+    )  # fmt: skip
+
+
+class chunk_gated_delta_rule(nn.Module):
+    """The gated delta rule in chunks of 64 tokens (see the function of this name).
+
+    q and k may have fewer heads than v (transformers 5.23) or be repeated already (5.22). The
+    result does not depend on chunk_size.
+
+    Shapes:
+        query, key: [B, T, H, K]; value: [B, T, HV, V]; g, beta: [B, T, HV]
+        -> [B, T, HV, V] and the state [N, HV, K, V] in fp32, or None
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(
+        self,
+        query, key, value, g, beta, chunk_size=64, initial_state=None, output_final_state=False,
+        use_qk_l2norm_in_kernel=False, **kwargs,
+    ):  # fmt: skip
+        tensors = query, key, value, g, beta
+        states = initial_state, output_final_state, use_qk_l2norm_in_kernel
+        return _of(gdn.chunk_gated_delta_rule, tensors, *states, kwargs)
+
+
+class recurrent_gated_delta_rule(nn.Module):
+    """The gated delta rule token by token: fused_recurrent_gated_delta_rule.
+
+    Shapes: as chunk_gated_delta_rule.
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(
+        self,
+        query, key, value, g, beta, initial_state=None, output_final_state=False,
+        use_qk_l2norm_in_kernel=False, **kwargs,
+    ):  # fmt: skip
+        states = initial_state, output_final_state, use_qk_l2norm_in_kernel
+        return _of(
+            gdn.fused_recurrent_gated_delta_rule, (query, key, value, g, beta), *states, kwargs
+        )
+
+
+class chunk_kimi_delta_attention(nn.Module):
+    """Kimi Delta Attention in chunks of 64 tokens: chunk_kda. The result does not depend on
+    chunk_size.
+
+    Shapes:
+        query, key: [B, T, H, K]; value: [B, T, HV, V]; g: [B, T, HV, K]; beta: [B, T, HV]
+        -> [B, T, HV, V] and the state [N, HV, K, V] in fp32, or None
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(
+        self,
+        query, key, value, g, beta, chunk_size=64, initial_state=None, output_final_state=False,
+        use_qk_l2norm_in_kernel=False, **kwargs,
+    ):  # fmt: skip
+        tensors = query, key, value, g, beta
+        states = initial_state, output_final_state, use_qk_l2norm_in_kernel
+        return _of(kda.chunk_kda, tensors, *states, kwargs)
+
+
+class recurrent_kimi_delta_attention(nn.Module):
+    """Kimi Delta Attention token by token: fused_recurrent_kda.
+
+    Shapes: as chunk_kimi_delta_attention.
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(
+        self,
+        query, key, value, g, beta, initial_state, output_final_state,
+        use_qk_l2norm_in_kernel=False, **kwargs,
+    ):  # fmt: skip
+        tensors = query, key, value, g, beta
+        states = initial_state, output_final_state, use_qk_l2norm_in_kernel
+        return _of(kda.fused_recurrent_kda, tensors, *states, kwargs)
 
 
 class causal_conv1d_fn(nn.Module):

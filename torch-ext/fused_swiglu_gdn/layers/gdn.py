@@ -7,6 +7,7 @@ import functools
 from typing import Callable, Dict, NamedTuple, Optional, Tuple
 
 import torch
+from torch import nn
 
 from ..fp8.call import Quantised
 from ..gdn import api as gdn
@@ -21,7 +22,7 @@ from .delta import (
     recurred,
     without_padding,
 )
-from .forward import Arguments, forward_by, hub_layer
+from .forward import Arguments, forward_by
 from .fp8 import parts as fp8
 from .fp8.linear import multiplied
 from .fp8.weights import FORMS as FP8_FORMS
@@ -225,30 +226,56 @@ def _own_forward(layer, kwargs: dict) -> Optional[Callable]:
     return kind.forward
 
 
-def _of_hub(name: str, doc: str) -> type:
-    """The layer of a family for `kernels`, which binds its forward to modules of transformers."""
+def _bound(layer, name: str, x, cache, mask, kwargs: dict) -> torch.Tensor:
+    """The output of a layer to which `kernels` has bound the forward of ours with this name."""
+    cache = kwargs.pop("cache", cache)  # transformers' releases have either name
+    own = None if torch.compiler.is_compiling() else _own_forward(layer, kwargs)
+    if own is None:
+        return computed(layer, FAMILIES[name], x, cache, mask, kwargs)
+    given = (x,) if cache is None else (x, cache)  # own may know the cache by more names than one
+    return own(layer, *given, attention_mask=mask, **kwargs)
+
+
+class Qwen3_5GatedDeltaNet(nn.Module):
+    """The GDN layer of Qwen3.5 (dense and MoE) and Qwen4-exp.
+
+    Shapes:
+        hidden_states: [B, T, hidden] -> [B, T, hidden]
+    """
+
+    has_backward = True
+    can_torch_compile = True
 
     def forward(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
-        cache = kwargs.pop("cache", cache_params)  # transformers' releases have either name
-        own = None if torch.compiler.is_compiling() else _own_forward(self, kwargs)
-        if own is None:
-            return computed(self, FAMILIES[name], hidden_states, cache, attention_mask, kwargs)
-        # which may know the cache by more names than one
-        given = (hidden_states,) if cache is None else (hidden_states, cache)
-        return own(self, *given, attention_mask=attention_mask, **kwargs)
-
-    shapes = "\n\n    Shapes:\n        hidden_states: [B, T, hidden] -> [B, T, hidden]\n    "
-    return hub_layer(name, doc + shapes, forward)
+        given = hidden_states, cache_params, attention_mask
+        return _bound(self, "Qwen3_5GatedDeltaNet", *given, kwargs)
 
 
-Qwen3_5GatedDeltaNet = _of_hub(
-    "Qwen3_5GatedDeltaNet", "The GDN layer of Qwen3.5 (dense and MoE) and Qwen4-exp."
-)
-Qwen3NextGatedDeltaNet = _of_hub(
-    "Qwen3NextGatedDeltaNet",
-    "The GDN layer of Qwen3-Next, whose two projections hold q, k, v, z and b, a by k-head.",
-)
-OlmoHybridGatedDeltaNet = _of_hub(
-    "OlmoHybridGatedDeltaNet",
-    "The GDN layer of OLMo-Hybrid: seven separate projections, beta up to 2 if so configured.",
-)
+class Qwen3NextGatedDeltaNet(nn.Module):
+    """The GDN layer of Qwen3-Next, whose two projections hold q, k, v, z and b, a by k-head.
+
+    Shapes:
+        hidden_states: [B, T, hidden] -> [B, T, hidden]
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
+        given = hidden_states, cache_params, attention_mask
+        return _bound(self, "Qwen3NextGatedDeltaNet", *given, kwargs)
+
+
+class OlmoHybridGatedDeltaNet(nn.Module):
+    """The GDN layer of OLMo-Hybrid: seven separate projections, beta up to 2 if so configured.
+
+    Shapes:
+        hidden_states: [B, T, hidden] -> [B, T, hidden]
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
+        given = hidden_states, cache_params, attention_mask
+        return _bound(self, "OlmoHybridGatedDeltaNet", *given, kwargs)
