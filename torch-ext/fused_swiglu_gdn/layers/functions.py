@@ -68,10 +68,9 @@ class recurrent_gated_delta_rule(nn.Module):
         query, key, value, g, beta, initial_state=None, output_final_state=False,
         use_qk_l2norm_in_kernel=False, **kwargs,
     ):  # fmt: skip
+        tensors = query, key, value, g, beta
         states = initial_state, output_final_state, use_qk_l2norm_in_kernel
-        return _of(
-            gdn.fused_recurrent_gated_delta_rule, (query, key, value, g, beta), *states, kwargs
-        )
+        return _of(gdn.fused_recurrent_gated_delta_rule, tensors, *states, kwargs)
 
 
 class chunk_kimi_delta_attention(nn.Module):
