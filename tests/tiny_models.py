@@ -1,12 +1,13 @@
 """Small random models of every family that the layers serve; how far a served one may differ."""
 
+import contextlib
 import copy
 import functools
 import inspect
 
 import pytest
 import torch
-from conftest import load_package, relative_error
+from conftest import load_package, relative_error, submodule
 
 # Largest difference of logits, which are of the order of one, between a model and its kernelized
 # self in fp32: the same sums in another order, through two layers. On a GPU the products of
@@ -166,6 +167,26 @@ def randomise(model):
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     return model
+
+
+@contextlib.contextmanager
+def serving(device="cpu"):
+    """The kernels serve, or on a CPU the reference; gives the record of who served."""
+    dispatch, on_gpu = submodule("runtime.dispatch"), torch.device(device).type == "cuda"
+    force = contextlib.nullcontext() if on_gpu else dispatch.force("reference")
+    with force, dispatch.served() as record:
+        yield record
+
+
+def logits(model, ids, **arguments):
+    with torch.no_grad():
+        return model(ids, **arguments).logits
+
+
+def assert_same(out, ref):
+    """Logits, within what sums in another order make of them."""
+    difference = (out - ref).abs().max().item()
+    assert difference <= LOGITS[out.device.type], f"differs by {difference:.1e}"
 
 
 def assert_same_gradients(out, ref, device: str):

@@ -6,12 +6,8 @@ import pickle
 
 import torch
 from sides import use
+from tiny_models import logits
 from torch import nn
-
-
-def logits(model, ids, **words):
-    with torch.no_grad():
-        return model(ids, **words).logits
 
 
 def layers_of(model):

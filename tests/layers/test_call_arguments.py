@@ -1,14 +1,13 @@
 """Served modules take the arguments that their own classes take, and refuse the others as those do:
 calls with superfluous, doubled, missing and renamed arguments, of every kind of served module."""
 
-import contextlib
 import copy
 import inspect
 
 import pytest
 import torch
 from conftest import submodule
-from tiny_models import BASE, random_model, randomise
+from tiny_models import BASE, random_model, randomise, serving
 
 transformers = pytest.importorskip("transformers")
 caches = pytest.importorskip("transformers.cache_utils")
@@ -158,12 +157,6 @@ def everywhere(monkeypatch):
     """Kernels are said to be there for any device and dtype: the reference stands in for them."""
     monkeypatch.setattr(blocks, "_why_not_dtype", lambda *args: None)
     monkeypatch.setattr(experts, "why_not_here", lambda module: None)
-
-
-@contextlib.contextmanager
-def serving():
-    with dispatch.force("reference"), dispatch.served() as record:
-        yield record
 
 
 def own_names(module) -> list:

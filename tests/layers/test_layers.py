@@ -1,6 +1,5 @@
 """The layers: the Hub's rules, their flags, and the same values as what they replace."""
 
-import contextlib
 import functools
 import importlib
 import inspect
@@ -9,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import DEVICES, assert_close, gdn_inputs, submodule
-from tiny_models import GDN, config_of, pair, random_model, tokens
+from tiny_models import GDN, config_of, pair, random_model, serving, tokens
 from torch import nn
 
 transformers = pytest.importorskip("transformers")
@@ -96,12 +95,6 @@ ACTIVATIONS = {
     "gelu": nn.GELU,  # not one of ours: the formula of the modules
     "of transformers": lambda: transformers.activations.ACT2FN["gelu_pytorch_tanh"],
 }
-
-
-def serving(device):
-    """By kernels of a GPU; on a CPU by the reference, where modules would be called."""
-    on_gpu = torch.device(device).type == "cuda"
-    return contextlib.nullcontext() if on_gpu else submodule("runtime.dispatch").force("reference")
 
 
 @on_every_device

@@ -5,8 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import submodule
-from test_model_layers import on_every_device, pair, serving
-from tiny_models import tokens
+from test_model_layers import on_every_device, pair
+from tiny_models import serving, tokens
 
 transformers = pytest.importorskip("transformers")
 attention, device = submodule("layers.few_tokens"), submodule("runtime.device")

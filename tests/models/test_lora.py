@@ -8,8 +8,8 @@ import types
 import pytest
 import torch
 from conftest import load_example, relative_error
-from test_model_layers import SOME, assert_same, kinds_of, logits, serving
-from tiny_models import random_model, tokens
+from test_model_layers import SOME, kinds_of
+from tiny_models import assert_same, logits, random_model, serving, tokens
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")

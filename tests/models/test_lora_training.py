@@ -7,8 +7,7 @@ import pytest
 import torch
 from conftest import load_package, relative_error
 from test_lora import both, peft, step
-from test_model_layers import serving
-from tiny_models import random_model, tokens
+from tiny_models import random_model, serving, tokens
 from torch import nn
 from two_processes import found_by
 

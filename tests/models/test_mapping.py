@@ -8,8 +8,7 @@ import pytest
 import torch
 from adversarial_forms import Named, SiluInTheCode, UpFirst
 from conftest import DEVICES, REPOSITORY
-from test_models import assert_same, logits
-from tiny_models import WITH_GDN, mlps_and_gdn, pair, random_model, tokens
+from tiny_models import WITH_GDN, assert_same, logits, mlps_and_gdn, pair, random_model, tokens
 from torch import nn
 
 transformers = pytest.importorskip("transformers")

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import submodule
-from test_model_layers import assert_same, logits, pair, serving
-from tiny_models import random_model, serve_blocks, tokens
+from test_model_layers import pair
+from tiny_models import assert_same, logits, random_model, serve_blocks, serving, tokens
 from torch import nn
 
 transformers = pytest.importorskip("transformers")

@@ -3,7 +3,6 @@
 No kernel serves a CPU, so that the package's own reference stands in for one here (dispatch.force).
 """
 
-import contextlib
 import copy
 import itertools
 
@@ -13,10 +12,12 @@ from conftest import DEVICES, relative_error, submodule
 from tiny_models import (
     BASE,
     CONFIGS,
-    LOGITS,
     MORE,
+    assert_same,
     assert_same_gradients,
+    logits,
     random_model,
+    serving,
     tokens,
 )
 from torch import nn
@@ -35,29 +36,11 @@ SOME = ["llama", "qwen3_5_text"]
 OPERATIONS = ("rms_norm_fwd", "qk_norm_rope_fwd")
 
 
-@contextlib.contextmanager
-def serving(device="cpu"):
-    """The kernels serve, or on a CPU the reference; gives the record of who served."""
-    force = dispatch.force("reference") if device == "cpu" else contextlib.nullcontext()
-    with force, dispatch.served() as record:
-        yield record
-
-
 def pair(kernel, name, device="cpu", **changes):
     model = random_model(name, device, **changes)
     served = copy.deepcopy(model)
     kernel.kernelize(served)
     return model, served
-
-
-def logits(model, ids, **arguments):
-    with torch.no_grad():
-        return model(ids, **arguments).logits
-
-
-def assert_same(out, ref):
-    difference = (out - ref).abs().max().item()
-    assert difference <= LOGITS[out.device.type], f"differs by {difference:.1e}"
 
 
 def kinds_of(report):

@@ -6,17 +6,8 @@ import copy
 import pytest
 import torch
 from conftest import assert_close, submodule
-from test_model_layers import (
-    OPERATIONS,
-    SOME,
-    assert_same,
-    gradients,
-    logits,
-    on_every_device,
-    pair,
-    serving,
-)
-from tiny_models import assert_same_gradients, random_model, tokens
+from test_model_layers import OPERATIONS, SOME, gradients, on_every_device, pair
+from tiny_models import assert_same, assert_same_gradients, logits, random_model, serving, tokens
 
 transformers = pytest.importorskip("transformers")
 caches = pytest.importorskip("transformers.cache_utils")

@@ -13,9 +13,10 @@ import torch
 from conftest import DEVICES, REPOSITORY, ROOT, beside_a_gpu, relative_error
 from tiny_models import (
     CONFIGS,
-    LOGITS,
     WITH_GDN,
+    assert_same,
     assert_same_gradients,
+    logits,
     pair,
     random_model,
     tokens,
@@ -30,16 +31,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 every_kind = pytest.mark.parametrize("name", ["llama", *WITH_GDN])
 every_gdn_model = pytest.mark.parametrize("name", WITH_GDN)
 on_every_device = pytest.mark.parametrize("device", DEVICES)
-
-
-def logits(model, ids, **arguments):
-    with torch.no_grad():
-        return model(ids, **arguments).logits
-
-
-def assert_same(out, ref):
-    difference = (out - ref).abs().max().item()
-    assert difference <= LOGITS[out.device.type], f"logits differ by {difference:.1e}"
 
 
 @every_kind

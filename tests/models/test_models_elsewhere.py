@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from conftest import ROOT, submodule
-from tiny_models import LOGITS, random_model, tokens
+from tiny_models import LOGITS, logits, random_model, tokens
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("trusts_all")]
 dispatch, device = submodule("runtime.dispatch"), submodule("runtime.device")
@@ -27,11 +27,6 @@ def kinds_of(model):
 
 def layers_of(rows):
     return {row.layer for row in rows}
-
-
-def logits(model, ids):
-    with torch.no_grad():
-        return model(ids).logits
 
 
 @pytest.mark.parametrize("name, served", [("llama", set()), ("qwen3_5_text", {"linear_attn"})])

@@ -6,8 +6,7 @@ import functools
 import pytest
 import torch
 from conftest import submodule
-from test_model_layers import serving
-from tiny_models import random_model
+from tiny_models import random_model, serving
 from torch import nn
 from written import with_forward
 
