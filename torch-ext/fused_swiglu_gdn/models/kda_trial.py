@@ -181,7 +181,7 @@ class _Trial(DeltaTrial):
 
     @property
     def values(self) -> Dict[str, object]:
-        """What the forwards read, by its paths."""
+        """The values that forwards read, by their paths."""
         every = [(each.below(n), v) for each in self.inner.values()
                  for n, v in each.facts.values.items()]  # fmt: skip
         return dict(every)

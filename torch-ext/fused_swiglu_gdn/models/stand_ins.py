@@ -120,8 +120,8 @@ def numbers(*shape: int, values: str, seed: int = 0, dtype: torch.dtype = F64) -
 
 
 def run(forward: Callable, twin: nn.Module, *args: object, **words: object) -> object:
-    """What a forward gives on stubs; raises Refused if it raises, or sets attributes of its module,
-    which another call may read."""
+    """The result of a forward on stubs; raises Refused if it raises, or sets attributes of its
+    module, which another call may read."""
     before, attributes = dict(twin.__dict__), twin.__dict__
     try:
         found = forward(twin, *args, **words)
