@@ -87,15 +87,15 @@ class _Norm:
         return y
 
 
-def smaller(layout: Layout) -> Dict[int, int]:
+def smaller(layout: Layout, heads: int, dim: int, hidden: int) -> Dict[int, int]:
     """Small sizes in place of a layer's own, where those that are equal stay so; none if that is
     not possible. Taps stay as many."""
     sizes, HK = {1: 1, layout.taps: layout.taps}, layout.channels
-    heads, dim = sizes.setdefault(layout.heads, 3), sizes.setdefault(layout.head_dim, 7)
+    heads, dim = sizes.setdefault(layout.heads, heads), sizes.setdefault(layout.head_dim, dim)
     for n in (1, 2, 3):
         if sizes.setdefault(n * HK, n * heads * dim) != n * heads * dim:
             return {}
-    sizes.setdefault(layout.hidden, 17)
+    sizes.setdefault(layout.hidden, hidden)
     free = (n for n in itertools.count(5) if n not in sizes.values())
     for _, width in layout.linears.values():
         if width not in sizes:
@@ -160,7 +160,7 @@ class _Trial(DeltaTrial):
         more = {each.path: Copies(each.kind, each.facts, self.PACKING) for each in inner[1:]}
         self.copied = {"": self.copies, **more}
         self.index, self.bound, self.norms = index, BOUNDS[0], []
-        self.sizes = smaller(layout)
+        self.sizes = smaller(layout, heads=3, dim=7, hidden=17)
 
     def small(self, size: int) -> int:
         return self.sizes.get(size, size)
@@ -279,7 +279,8 @@ class _Trial(DeltaTrial):
     def confirmed(self, roles: Roles) -> bool:
         if any(len(answers) < 2 for answers in self.mode.answers.values()):
             raise Refused("its forward compares with a number that no gate is near")
-        self.sizes, self.bound = {}, BOUNDS[1]  # with the module's own sizes
+        self.sizes = smaller(self.layout, heads=5, dim=3, hidden=19)
+        self.bound = BOUNDS[1]
         return self.agree(roles, (torch.float32, True, 1), {})
 
 
