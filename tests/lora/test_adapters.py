@@ -116,6 +116,26 @@ def test_over_given_products(where, dtype, low, drop):
         assert relative_error(ours, theirs) < TOLERANCE[ours.dtype]
 
 
+def test_rows_of_a_batch(where):
+    """x of three dimensions, also of a part of each sequence, is its rows."""
+    given = problem(*SIZES[1], torch.float32, where)
+    x, leaves = given[0].detach(), (*given[3], *given[4])
+    M, K = x.shape
+    whole = x.new_full((5, M // 5 + 2, K), torch.nan)
+    whole[:, :-2] = x.view(5, M // 5, K)
+    ys = ops.adapted(x.requires_grad_(), *given[1:])
+    dys = [torch.randn_like(y) for y in ys]
+    right = torch.autograd.grad(ys, (x, *leaves), dys)
+    for of in (x.detach().view(5, M // 5, K), whole[:, :-2]):
+        of.requires_grad_()
+        found = ops.adapted(of, *given[1:])
+        assert all([torch.equal(a, b.view(a.shape)) for a, b in zip(found, ys)])
+        dys = [dy.view(y.shape) for dy, y in zip(dys, found)]
+        found = torch.autograd.grad(found, (of, *leaves), dys)
+        assert found[0].shape == of.shape
+        assert all([torch.equal(a.reshape(b.shape), b) for a, b in zip(found, right)])
+
+
 def test_what_is_not_needed(where):
     """Gradients of frozen adapters, of outputs that no loss reads, and of an x that needs none."""
     given = problem(*SIZES[1], torch.float32, where)

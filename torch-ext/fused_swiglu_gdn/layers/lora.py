@@ -115,13 +115,13 @@ def projections(
         ys = call(given, *bases) if call else [base(given) for base in bases]
         weights = [y.reshape(-1, y.shape[-1]) for y in ys]
     ys = adapted(
-        x.reshape(-1, K), weights, [p.bias for p in found],
+        x, weights, [p.bias for p in found],
         [p.down for p in found], [p.up for p in found], tuple([p.scale for p in found]),
         tuple([p.drop for p in found]), known,
     )  # fmt: skip
     if ys is None:
         return None
-    of = dict(zip(places, [y.view(*x.shape[:-1], y.shape[-1]) for y in ys]))
+    of = dict(zip(places, ys))
     return [of[i] if i in of else linear(given) for i, linear in enumerate(linears)]
 
 

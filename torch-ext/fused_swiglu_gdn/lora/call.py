@@ -21,7 +21,7 @@ class LoraOptions(NamedTuple):
 
 @call
 class Lora(NamedTuple):
-    x: Tensor  # [M, K]
+    x: Tensor  # [.., K]: M rows
     w0: Tensor  # [N, K]
     w1: Optional[Tensor]
     w2: Optional[Tensor]

@@ -42,18 +42,20 @@ class _Projections(torch.autograd.Function):
             return last_derivative("a projection with adapters", tensors, found)
         needs, count = ctx.needs_input_grad[2:-1], len(ctx.options.scales)
         x, h, seed, *given = ctx.saved_tensors
-        given_rows = [
-            x.new_zeros((x.shape[0], b.shape[0])) if dy is None else dy
+        shape, x = x.shape, x.reshape(-1, x.shape[-1])
+        dys = [
+            x.new_zeros((x.shape[0], len(b))) if dy is None else dy.reshape(-1, len(b))
             for dy, b in zip(dys, given[2 * MOST :])
         ]
         absent = _ABSENT[count:]
-        rows = [dy if dy.stride(1) == 1 else dy.contiguous() for dy in given_rows]
+        rows = [dy if dy.stride(1) == 1 else dy.contiguous() for dy in dys]
         of_a, of_b = any(needs[1 + 2 * MOST : 1 + 3 * MOST]), any(needs[1 + 3 * MOST :])
         tensors = (x, h, seed, *given, *rows, *absent)
         run = GRADIENT.launcher((*tensors, *ctx.options, needs[0], of_a, of_b))
         dx, *found = run(*tensors)
         das, dbs = (*found[:count], *absent), (*found[count:], *absent)
         of_products = (*dys, *absent) if ctx.options.given else _ABSENT
+        dx = dx if dx is None else dx.view(shape)
         return (None, None, dx, *of_products, *_ABSENT, *das, *dbs, None)
 
 
@@ -88,9 +90,9 @@ def adapted(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Optional[Tensor]],
     down: Sequence[Tensor], up: Sequence[Tensor], scales: tuple, drops: tuple, given: bool = False,
 ) -> Optional[List[Tensor]]:  # fmt: skip
-    """x w^T + bias + scale (dropout(x) a^T) b^T of each of up to MOST projections with a frozen
-    weight, or None where no kernel serves. x is [M, K]. drops: of each dropout, its probability.
-    given: `weights` are not weights, but the products with them, [M, N]."""
+    """x w^T + bias + scale (dropout(x) a^T) b^T, [.., N], of each of up to MOST projections with a
+    frozen weight, or None where no kernel serves. x is [.., K], of M rows. drops: of each dropout,
+    its probability. given: `weights` are not weights, but the products with them, [M, N]."""
     absent, seed = _ABSENT[len(weights) :], None
     if any(drops):
         seed = torch.randint(2**62, (1,), device=x.device)

@@ -49,15 +49,17 @@ def _wide(tensors: Sequence[Optional[Tensor]]) -> list:
 
 
 def lora_fwd(x: Tensor, *more) -> Tuple[Tensor, ...]:
-    """h [M, R] of all adapters, and y [M, N] of each projection."""
+    """h [M, R] of all adapters, and y [.., N] of each projection."""
     *tensors, seed, scales, drops, known = more
+    shape, x = x.shape[:-1], x.reshape(-1, x.shape[-1])
     weights, biases, *adapters = _four(tuple(tensors))
     down, up = map(_wide, adapters)
     found, hs, wide = [], [], x.to(down[0].dtype)
     for i, (scale, p) in enumerate(zip(scales, drops)):
         hs.append(_dropped(wide, seed, i, p) @ down[i].t())
         base = weights[i] if known else F.linear(x, weights[i], biases[i])
-        found.append((base + hs[-1] @ up[i].t() * scale).to(x.dtype))
+        y = base + hs[-1] @ up[i].t() * scale
+        found.append(y.to(x.dtype).view(*shape, len(up[i])))
     return (torch.cat(hs, 1), *found)
 
 

@@ -87,13 +87,18 @@ class _Group:
         return self._launch(weights_kernel, ends[-1], numbers, (*self.forms, up, STEP, WORDS))
 
 
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+
+
 def _there(tensors) -> list:
     return [t for t in tensors if t is not None]
 
 
 def prepare_lora_fwd(call: Lora) -> Optional[Callable]:
     """(x, weights, biases, a, b, seed) -> (h, y of each)."""
-    x, given, (scales, drops, known) = call.x, call.tensors[1:-1], call.options
+    given, (scales, drops, known) = call.tensors[1:-1], call.options
+    shape, x = call.x.shape[:-1], _rows(call.x)
     weights, _, down, up = [given[i : i + MOST] for i in range(0, len(given), MOST)]
     if not _is_served(x, _there(weights), _there(down), _there(up)):
         return None
@@ -103,13 +108,15 @@ def prepare_lora_fwd(call: Lora) -> Optional[Callable]:
     wide, absent = group.wide(), (None,) * (MOST - count)
 
     def run(x, *given):
-        *given, seed = given
+        (*given, seed), x = given, _rows(x)
         h = x.new_empty((x.shape[0], total), dtype=torch.float32)
         narrow(*(x,) * count, *absent, *given[2 * MOST : 3 * MOST], h, seed)
         ys = []
         for w, bias, N in zip(given, given[MOST:], group.N):
-            y = x.new_empty((x.shape[0], N))
-            ys.append(y.copy_(w) if known else linear(x, w, bias, y))
+            y = x.new_empty((*shape, N))
+            rows = y.view(-1, N)
+            rows.copy_(w) if known else linear(x, w, bias, rows)
+            ys.append(y)
         wide(*ys, *absent, *given[3 * MOST :], h)
         return (h, *ys)
 
