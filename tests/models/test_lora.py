@@ -107,6 +107,14 @@ def test_groups(kernel, name, groups):
     same_step(model, served, tokens(2, 19), groups)
 
 
+def test_latent_attention(kernel):
+    """Its projections are served, the attention is its own."""
+    model, served, report = both(kernel, "deepseek_v3")
+    reasons = {row.reason for row in report.left if row.kind == "DeepseekV3Attention"}
+    assert reasons == {"its part q_a_proj is wrapped by adapters"}
+    same_step(model, served, tokens(2, 19), 10)
+
+
 def test_some_of_a_group(kernel):
     """Adapters of q and v alone, as they are by default."""
     model, served, _ = both(kernel, target_modules=["q_proj", "v_proj"])

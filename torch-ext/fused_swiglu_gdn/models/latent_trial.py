@@ -38,7 +38,9 @@ def latent_form(module: nn.Module) -> LatentForm:
     """The form of a module; raises Refused with the reason why it has none."""
     for name, part in module._modules.items():
         if part is not None and any(map(features, part._modules.values())):
-            raise Refused(f"its part {name} chooses the slots that it attends to")
+            wraps = "base_layer" in part._modules  # adapters, as PEFT's modules have them
+            does = "is wrapped by adapters" if wraps else "chooses the slots that it attends to"
+            raise Refused(f"its part {name} {does}")
     return form_by(LatentTrial, module, read(own_class(module), module))
 
 
