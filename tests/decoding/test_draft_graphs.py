@@ -90,8 +90,14 @@ def run(model, ids, **options):
 LIMIT = {"cpu": 2e-5, "cuda": 1e-4}
 
 
-@pytest.mark.parametrize("count, wrong", [(3, None), (3, 0), (3, 1), (1, None), (7, 5)])
-@pytest.mark.parametrize("name", MODELS)
+# how many drafts, and which of them is wrong; the loop is one for all models
+ROUNDS = [(name, 3, wrong) for name in MODELS for wrong in (None, 1)]
+ROUNDS += [
+    (name, *more) for name in ("llama", "qwen3_5_text") for more in ((3, 0), (1, None), (7, 5))
+]
+
+
+@pytest.mark.parametrize("name, count, wrong", ROUNDS)
 @on_every_device
 def test_drafts_of_an_oracle(kernel, rounds, request, monkeypatch, name, count, wrong, device):
     if name == "kimi_linear":
@@ -496,9 +502,14 @@ def with_a_helper(rounds, monkeypatch, model, ids, helper, device, words):
     return before
 
 
-@pytest.mark.parametrize("options", [{}, {"eos_token_id": list(range(40, 60))}], ids=["", "end"])
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"])
+END = {"eos_token_id": list(range(40, 60))}
+
+
+@pytest.mark.parametrize(
+    "name, count, options",
+    [("qwen3_5_text", 1, {}), ("qwen3_5_text", 3, {}), ("qwen3_5_text", 3, END),
+     ("qwen3_5_moe_text", 1, END), ("qwen3_5_moe_text", 3, {}), ("qwen3_next", 3, {})],
+)  # fmt: skip
 @on_every_device
 def test_an_mtp_layer(kernel, rounds, monkeypatch, name, count, options, device):
     """Its rounds are graphs; tokens, logits and states are those without it, and a round that is
@@ -581,8 +592,9 @@ def test_drafts_of_an_mtp_layer_that_rest(kernel, rounds, monkeypatch, device):
     assert torch.equal(ahead, before.sequences)
 
 
-@pytest.mark.parametrize("options", [{}, {"eos_token_id": list(range(40, 60))}], ids=["", "end"])
-@pytest.mark.parametrize("helper", ["qwen3", "qwen3_5_text", "gemma2"])
+@pytest.mark.parametrize(
+    "helper, options", [("qwen3", END), ("qwen3", {}), ("qwen3_5_text", {}), ("gemma2", {})]
+)
 @pytest.mark.parametrize("name", ["llama", "qwen3_5_text"])
 @on_every_device
 def test_an_assistant(kernel, rounds, monkeypatch, name, helper, options, device):
