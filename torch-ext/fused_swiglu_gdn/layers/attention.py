@@ -199,19 +199,22 @@ class Attention:
             out = attend(q, k, v, length, attention_mask=mask, softmax_scale=scale)
         else:
             out, weights = function(attention, q.transpose(1, 2), k, v, mask, **words, **more)
-        return self.output(x, out, gate, parts[form.out]), weights
+        if gate is not None:
+            return self.gated_output(out, gate, parts[form.out]), weights
+        out = out.reshape(B, T, -1).contiguous()
+        return self.projected(out, parts[form.out], unpatched=True)[0], weights
 
-    def output(self, x: torch.Tensor, out: torch.Tensor, gate: Optional[torch.Tensor], linear):
-        """linear(out) of heads [B, T, HQ, D], gated; x: the module's input [B, T, H]."""
+    def gated_output(self, out: torch.Tensor, gate: torch.Tensor, linear: nn.Module):
+        """linear(out) of heads [B, T, HQ, D], gated, [B, T, N]; gate [B, T, HQ, D or 1]."""
         if self.form.gate_by is not None:
             out = out * GATE_FUNCTIONS[self.form.gate_by](gate)
-        elif gate is not None:
-            y = self.quantised(out, gate, linear) if FP8_FORMS else None
-            if y is not None:
-                return y
+        elif FP8_FORMS and (y := self.quantised(out, gate, linear)) is not None:
+            return y
+        else:
             out = self.gated(out, gate) if out.shape == gate.shape else out * torch.sigmoid(gate)
-        out = out.reshape(*x.shape[:2], -1).contiguous()
-        return self.projected(out, linear, unpatched=True)[0]
+        return self.projected(
+            out.reshape(*gate.shape[:2], -1).contiguous(), linear, unpatched=True
+        )[0]
 
     def made(self, attention: nn.Module, parts: dict, x: torch.Tensor, made: list) -> Sequence:
         """Queries, keys and values as projected, where each has no projection of its own, or values
