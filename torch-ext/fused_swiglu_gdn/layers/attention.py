@@ -156,7 +156,8 @@ class Attention:
         own_tables = given.get(form.tables)
         tables = _tables(form, own_tables, x, D)
         norms = {} if form.q_norm is None else self.norms(parts, x)
-        if tables is None or norms is None or any([given.get(n) is None for n in self.more]):
+        lacks = self.more and any([given.get(name) is None for name in self.more])
+        if tables is None or norms is None or lacks:
             return None
         past, mask = given.get(form.cache), given.get(form.mask)
         function, more = self.interface.of(attention, given), rest if form.rests else {}

@@ -212,7 +212,8 @@ def forward_of(form: Form) -> Callable:
         else:
             return kind.forward(self, *args, **kwargs)  # raises, as ever
         compiling = torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag
-        y = serve(self, x, roles, compiling) if unchanged(self, compiling) else None
+        same = unchanged(self, True) if compiling else pinned.unchanged(self, guards)
+        y = serve(self, x, roles, compiling) if same else None
         return kind.forward(self, x) if y is None else y
 
     forward.__wrapped__ = kind.forward  # whose arguments inspect and torch.fx then find
