@@ -155,11 +155,11 @@ def _ring_kernel(
         acc = hw.warpgroup_mma_wait(0, (acc,))
         top = new
     hw.async_copy.wait_group(0)
+    place = (b * ROWS + row) * SPLITS + split
+    every = B.to(gl.int64) * (ROWS * SPLITS)
+    gl.store(parts_ptr + every * C + place, top, mask=row < ROWS)
+    gl.store(parts_ptr + every * (C + 1) + place, total, mask=row < ROWS)
     if start < stop:
-        place = (b * ROWS + row) * SPLITS + split
-        every = B.to(gl.int64) * (ROWS * SPLITS)
-        gl.store(parts_ptr + every * C + place, top, mask=row < ROWS)
-        gl.store(parts_ptr + every * (C + 1) + place, total, mask=row < ROWS)
         arow = first + gl.arange(0, BLOCK_R, layout=gl.SliceLayout(0, al))
         ach = gl.arange(0, C, layout=gl.SliceLayout(1, al))
         places = (((b * ROWS + arow) * SPLITS + split) * C)[None, :] + ach[:, None]

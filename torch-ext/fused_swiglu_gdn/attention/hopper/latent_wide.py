@@ -141,11 +141,10 @@ def _score_partition(w, mask_ptr, mask_steps, parts_ptr, scale2):
         hw.mbarrier.arrive(w.given, count=1)
         total = total * shrink + gl.sum(p, 1)
         top = new
-    if w.start < w.stop:
-        place = (w.b.to(gl.int64) * w.ROWS + row) * w.SPLITS + w.split
-        every = w.B.to(gl.int64) * (w.ROWS * w.SPLITS)
-        gl.store(parts_ptr + every * w.C + place, top, mask=row < w.ROWS)
-        gl.store(parts_ptr + every * (w.C + 1) + place, total, mask=row < w.ROWS)
+    place = (w.b.to(gl.int64) * w.ROWS + row) * w.SPLITS + w.split
+    every = w.B.to(gl.int64) * (w.ROWS * w.SPLITS)
+    gl.store(parts_ptr + every * w.C + place, top, mask=row < w.ROWS)
+    gl.store(parts_ptr + every * (w.C + 1) + place, total, mask=row < w.ROWS)
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""Latent attention of a few tokens: four launches, by shapes alone.
+"""Latent attention of a few tokens: three or four launches, by shapes alone.
 
 The slots of each sequence are cut into parts that fill the device; their size follows from the
 length on the device, as in decode.py.
@@ -15,14 +15,23 @@ from ...runtime.dtypes import HALF
 from ...runtime.launch import Launch, kind_of, named
 from ...runtime.sizes import next_power_of_2
 from ..call import LatentAttention
-from .latent_kernels import _absorb_kernel, _attend_kernel, _finish_kernel
+from .latent_kernels import (
+    _absorb_kernel,
+    _attend_kernel,
+    _finish_kernel,
+    _finish_parts_kernel,
+)
 from .latent_rope import prepare_latent_norm_rope  # noqa: F401
 from .parts import combine_kernel
 
 MAX_TOKENS, MAX_LATENT, MAX_ROTARY, MAX_PARTS = 8, 512, 128, 128
+FILLED = 1.1  # parts for which fewer, a power of two, are taken; over these
 ABSORBED, COMBINED = 64, 16384  # channels of a program; and times parts
 # of finish, by the tokens of a program: channels of a program, latent channels at a time, warps
 FINISHED = {1: (16, 512, 8), 16: (32, 128, 4)}
+# where it combines the parts: the least heads of one token over the multiprocessors; and constexprs
+MANY = 0.75
+IN_ONE = {"BLOCK_P": 16, "AT_ONCE": 2, "BLOCK_V": 128, "num_warps": 16}
 
 
 class Form(NamedTuple):
@@ -83,16 +92,14 @@ def prepared(call: LatentAttention, form_of: Callable) -> Callable:
     (B, T, H, V), C, R = launches.shape, call.latents.shape[3], call.rotated.shape[3]
 
     def resized(*tensors):
-        attend, combine, size = launches.at(*tensors)
+        attend, finish, size = launches.at(*tensors)
 
         def run(q, latents, rotated, weight, cache_seqlens, mask):
             qa, y = q.new_empty(B, T, H, C + R), q.new_empty(B, T, H, V)
             parts = q.new_empty(size, dtype=torch.float32)
-            o = q.new_empty((B, T, H, C), dtype=torch.float32)
             launches.absorb(q, weight, qa)
             attend(qa, latents, rotated, cache_seqlens, mask, parts)
-            combine(parts, cache_seqlens, o)
-            launches.finish(o, weight, None, y)
+            finish(parts, cache_seqlens, weight, None, y)
             return y
 
         run.resized = resized
@@ -145,6 +152,8 @@ class Launches:
             _finish_kernel, -(-M // few) * H * -(-V // finished), (M,), **sizes, NEW=new,
             BLOCK_M=few, BLOCK_V=finished, BLOCK_C=min(at_once, C), num_warps=warps,
         )  # fmt: skip
+        sms = device.multiprocessor_count(self.device.index)
+        self.in_one = M == 1 and H >= MANY * sms
         self.made: dict = {}  # by the parts' constexpr and the kinds of what varies
 
     def launch(self, kernel, programs: int, numbers: tuple, maps: tuple = (), **values) -> Launch:
@@ -155,11 +164,10 @@ class Launches:
         )  # fmt: skip
 
     def at(self, q, latents, rotated, weight, cache_seqlens, mask) -> tuple:
-        """(launch over the parts, launch that combines them, elements of the parts)."""
+        """(launch over the parts, function that makes y of them, elements of the parts)."""
         form, B, S, C, R = self.form, self.B, latents.shape[2], self.C, self.R
         tiles = -(-self.rows // form.block_r)
-        most = min(device.multiprocessor_count(self.device.index) // (B * tiles), MAX_PARTS)
-        splits = max(1, min(most, -(-S // form.block_n)))
+        splits = self.count_parts(B * tiles, -(-S // form.block_n))
         mask_steps = (0, 0, 0)
         if mask is not None:
             steps = zip((0, 2, 3), mask.shape[::2] + mask.shape[3:])
@@ -167,26 +175,52 @@ class Launches:
         c_step, r_step = (x.stride(0) if B > 1 else 0 for x in (latents, rotated))
         numbers = (c_step, r_step, mask_steps, self.step, B, S, splits, self.scale2)
         maps = form.maps and form.maps(self.dtype, B, S, self.rows, C, R, (c_step, r_step))
-        rest = (self.step, B, S, splits)
+        rest = (1, splits) if self.in_one else (self.step, B, S, splits)
         parts = next_power_of_2(splits)
         key = (parts, kind_of(numbers))
         known = self.made.get(key)
         if known is None:
-            size = {"ROWS": self.rows, "NEW": self.new}
             attend = self.launch(
                 form.kernel, B * tiles * splits, numbers, maps or (), H=self.shape[2], C=C, R=R,
-                BLOCK_R=form.block_r, **size, **form.values,
+                BLOCK_R=form.block_r, ROWS=self.rows, NEW=self.new, **form.values,
             )  # fmt: skip
-            sms = device.multiprocessor_count(self.device.index)
-            block = min(C, COMBINED // parts if B * self.rows >= sms else 128)
-            combine = self.launch(
-                combine_kernel, B * self.rows * (C // block), rest, D=C, PARTS=parts,
-                BLOCK_N=form.block_n, BLOCK_D=block, PDL=self.pdl, **size,
-            )  # fmt: skip
-            keep(self.made, key, (attend, combine))
+            last = (self.finish_parts if self.in_one else self.combine)(parts, rest)
+            keep(self.made, key, (attend, last))
         else:
-            attend, combine = known[0].at(numbers, maps), known[1].at(rest)
+            attend, last = known[0].at(numbers, maps), known[1].at(rest)
             attend.grid = (B * tiles * splits, 1, 1)
         if maps:
             by_maps, attend = attend, lambda q, *more: by_maps(q, q, *more)
-        return attend, combine, B * self.rows * splits * (C + 2)
+
+        def finish(parts, cache_seqlens, weight, grown, y):
+            if self.in_one:
+                return last(parts, weight, grown, y)
+            o = y.new_empty(B * self.rows * C, dtype=torch.float32)
+            last(parts, cache_seqlens, o)
+            self.finish(o, weight, grown, y)
+
+        return attend, finish, B * self.rows * splits * (C + 2)
+
+    def count_parts(self, programs: int, blocks: int) -> int:
+        """Parts of the slots that fill the device, by the programs of one part. 64 and not 66: as a
+        kernel that combines them has room for a power of two."""
+        most = min(device.multiprocessor_count(self.device.index) // programs, MAX_PARTS)
+        least = next_power_of_2(most + 1) // 2
+        return max(1, min(least if most <= least * FILLED else most, blocks))
+
+    def finish_parts(self, parts: int, numbers: tuple) -> Launch:
+        values = {**self.sizes, **IN_ONE, "NEW": self.new, "PARTS": parts}
+        values["BLOCK_P"] = min(values["BLOCK_P"], parts)
+        if device.is_amd(self.device):
+            values["num_warps"] //= 2  # whose warps have 64 threads
+        programs = self.rows * -(-self.shape[3] // values["BLOCK_V"])
+        return self.launch(_finish_parts_kernel, programs, numbers, **values)
+
+    def combine(self, parts: int, numbers: tuple) -> Launch:
+        rows, C = self.B * self.rows, self.C
+        sms = device.multiprocessor_count(self.device.index)
+        block = min(C, COMBINED // parts if rows >= sms else 128)
+        return self.launch(
+            combine_kernel, rows * (C // block), numbers, D=C, PARTS=parts, ROWS=self.rows,
+            NEW=self.new, BLOCK_N=self.form.block_n, BLOCK_D=block, PDL=self.pdl,
+        )  # fmt: skip

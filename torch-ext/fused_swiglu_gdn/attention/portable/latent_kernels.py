@@ -5,6 +5,8 @@
     combine  the parts of a row to one o, fp32 (parts.py)        [C]
     finish   y[h] = W_UV[h] o[h]                                 [V]
 
+Of one token with many heads, finish combines the parts itself.
+
 Sizes: B rows, T tokens, M = B T, H heads, ROWS = T H rows of queries, S slots, C latent and R
 rotary channels, N channels of a head without rotary embedding, V of a value head. The weight
 [H, N + V, C] is W_UK [H, N, C] and W_UV [H, V, C].
@@ -166,12 +168,12 @@ def _attend_kernel(
         acc = tl.dot(high, c, acc)
         acc = tl.dot((p - high.to(tl.float32)).to(c.dtype), c, acc)
         top = new
+    place = (b * ROWS + row) * SPLITS + split
+    rows = B.to(tl.int64) * (ROWS * SPLITS)
+    tl.store(parts_ptr + rows * C + place, top, mask=real)
+    tl.store(parts_ptr + rows * (C + 1) + place, total, mask=real)
     if start < stop:
-        place = (b * ROWS + row) * SPLITS + split
-        rows = B.to(tl.int64) * (ROWS * SPLITS)
         tl.store(parts_ptr + place[:, None] * C + ch[None, :], acc, mask=real[:, None])
-        tl.store(parts_ptr + rows * C + place, top, mask=real)
-        tl.store(parts_ptr + rows * (C + 1) + place, total, mask=real)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -216,3 +218,64 @@ def _finish_kernel(
     inside = (m < M)[:, None] & (v < V)[None, :]
     at = (m[:, None].to(tl.int64) * H + h) * V + v[None, :]
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["M", "SPLITS"])
+def _finish_parts_kernel(
+    parts_ptr,  # as _attend_kernel has them
+    w_ptr,  # [H, N + V, C]
+    len_ptr,  # [], to which NEW is added, or None
+    y_ptr,  # [M, H, V]
+    M,
+    SPLITS,
+    H: tl.constexpr,
+    N: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    NEW: tl.constexpr,
+    PARTS: tl.constexpr,  # SPLITS, rounded up to a power of two
+    BLOCK_P: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """combine_kernel and _finish_kernel of BLOCK_V channels of one head's values of one token.
+
+    A part that no slot has is known by its maximum: what is read of its sums, which nobody has
+    written, is left out. So the loads of AT_ONCE blocks of parts are on their way at once.
+    """
+    BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    pid = tl.program_id(0)
+    row = (pid // BLOCKS).to(tl.int64)
+    v = (pid % BLOCKS) * BLOCK_V + tl.arange(0, BLOCK_V)
+    ch = tl.arange(0, C)[None, :]
+    w_rows = w_ptr + ((row % H) * (N + V) + N + v)[:, None] * C
+    w = tl.load(w_rows + ch, mask=(v < V)[:, None], other=0.0)
+    rows = M.to(tl.int64) * (H * SPLITS)
+    after_predecessor(PDL)
+    if len_ptr is not None and pid == 0:
+        tl.store(len_ptr, tl.load(len_ptr) + NEW)
+    top = tl.full((BLOCK_P,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_P,), tl.float32)
+    o = tl.zeros((BLOCK_P, C), tl.float32)
+    for begin in tl.range(0, PARTS, BLOCK_P * AT_ONCE):
+        for first in tl.static_range(0, BLOCK_P * AT_ONCE, BLOCK_P):
+            part = begin + first + tl.arange(0, BLOCK_P)
+            there = part < SPLITS
+            place = row * SPLITS + part
+            one = tl.load(parts_ptr + rows * C + place, mask=there, other=float("-inf"))
+            its = tl.load(parts_ptr + rows * (C + 1) + place, mask=there, other=0.0)
+            x = tl.load(parts_ptr + place[:, None] * C + ch, mask=there[:, None], other=0.0)
+            new = tl.maximum(top, one)
+            base = tl.where(new == float("-inf"), 0.0, new)
+            shrink, share = tl.exp2(top - base), tl.exp2(one - base)
+            total = total * shrink + share * its
+            x = tl.where((one > float("-inf"))[:, None], share[:, None] * x, 0.0)
+            o = o * shrink[:, None] + x
+            top = new
+    most = tl.max(top, 0)
+    share = tl.exp2(top - tl.where(most == float("-inf"), 0.0, most))
+    total = tl.sum(share * total, 0)
+    o = tl.sum(share[:, None] * o, 0) / tl.where(total == 0.0, 1.0, total)
+    y = tl.sum(w.to(tl.float32) * o[None, :], 1)
+    tl.store(y_ptr + row * V + v, y.to(y_ptr.dtype.element_ty), mask=v < V)

@@ -82,7 +82,7 @@ def prepared(call: LatentStep, form_of: Callable) -> Optional[Callable]:
         return None
     launches = Launches(attention, form_of(attention), new=q.shape[1])
     (B, T, H, V), C, R = launches.shape, launches.C, launches.R
-    attend, combine, size = launches.at(*attention.tensors)
+    attend, finish, size = launches.at(*attention.tensors)
     turn = (0, 0, 0)
     if cos is not None:
         turn = (cos.stride(0) if cos.shape[0] > 1 else 0, *cos.stride()[1:])
@@ -97,11 +97,9 @@ def prepared(call: LatentStep, form_of: Callable) -> Optional[Callable]:
     def run(q, kv, norm, cos, sin, latents, rotated, weight, length, mask):
         qa, y = q.new_empty(B, T, H, C + R), q.new_empty(B, T, H, V)
         parts = q.new_empty(size, dtype=torch.float32)
-        o = q.new_empty((B, T, H, C), dtype=torch.float32)
         absorb(q, kv, norm, cos, sin, latents, rotated, length, weight, qa)
         attend(qa, latents, rotated, length, mask, parts)
-        combine(parts, length, o)
-        launches.finish(o, weight, length, y)
+        finish(parts, length, weight, length, y)
         return y
 
     return run
