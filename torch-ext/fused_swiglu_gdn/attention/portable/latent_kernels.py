@@ -241,8 +241,8 @@ def _finish_parts_kernel(
 ):
     """combine_kernel and _finish_kernel of BLOCK_V channels of one head's values of one token.
 
-    A part that no slot has is known by its maximum: what is read of its sums, which nobody has
-    written, is left out. So the loads of AT_ONCE blocks of parts are on their way at once.
+    A part without slots is known by its maximum: its sums, which were not written, are loaded and
+    left out. So the loads of AT_ONCE blocks of parts are on their way at once.
     """
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     pid = tl.program_id(0)
