@@ -153,14 +153,20 @@ class TestGradients(OnHopper, kernels.Gradients):
         x["initial_state"] = torch.randn(5, 4, 128, 128, device="cuda").to(state)
         check_backward(x, cu_seqlens=ends(0, 66, 1, 132, 81, device="cuda"), state_v_first=v_first)
 
-    @pytest.mark.parametrize("V, name", [(128, "kda_states_kernel"), (64, "_states_bwd_kernel")])
-    def test_launches(self, V, name):
+    @pytest.mark.parametrize(
+        "V, some",
+        [
+            (128, {"kda_states_kernel", "kda_channels_bwd_kernel"}),
+            (64, {"_states_bwd_kernel", "_channels_bwd_kernel"}),
+        ],
+    )
+    def test_launches(self, V, some):
         names, call = [], prompt(inputs(200, V=V), use_qk_l2norm=True)
         call = gradient_of(call, torch.zeros_like(call.v))
         launches = submodule("runtime.launch")
         with launches.watched(lambda launch, tensors: names.append(launch.kernel.__name__)):
             hopper.prepare_kda_chunk_bwd(call)(*call.tensors)
-        assert name in names
+        assert some <= set(names)
 
     @pytest.mark.parametrize("scale", [1e-6, 1e6])
     def test_scales_of_gradients(self, scale):

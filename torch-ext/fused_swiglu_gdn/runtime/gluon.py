@@ -41,6 +41,7 @@ __all__ = [
     "mma_v2",
     "own_range",
     "record",
+    "rounded",
     "tile_map",
     "tma",
     "tma_load",
@@ -151,6 +152,21 @@ def record(cls):
 def add(a, b):
     """The function with which scans combine two values."""
     return a + b
+
+
+@gluon.jit
+def rounded(x, DTYPE: gl.constexpr):
+    """x.to(DTYPE), of 16 bits, two numbers an instruction: those that are needed in fp32 again
+    would be rounded one by one, which takes as long as an exponential each."""
+    if DTYPE == gl.bfloat16:
+        low = gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        low = gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.float16, is_pure=True, pack=2
+        )
+    return low
 
 
 @gluon.jit

@@ -144,7 +144,7 @@ def keep_tokens(u, x, c):
 @gluon.jit
 def _solve(x, b, beta, DTYPE: gl.constexpr):
     """Starts x b [64, C]; the rounding error of x is compensated through the diagonal."""
-    low = x.to(DTYPE)
+    low = hw.rounded(x, DTYPE)
     lost = (x - low.to(gl.float32)) * gl.expand_dims(beta.to(gl.float32), 0)
     return hw.warpgroup_mma(as_a(low, DTYPE), b, lost, is_async=True)
 

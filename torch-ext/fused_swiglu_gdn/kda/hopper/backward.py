@@ -6,6 +6,7 @@ from typing import Callable, Optional
 
 import torch
 
+from ...gdn.chunks import CHUNK
 from ...gdn.hopper.plan import CAP, REGISTERS, block_map, lies_for_tma, token_map
 from ...gdn.portable.backward_states import gdn_backward_states
 from ...gdn.portable.primitives import kv_strides
@@ -14,6 +15,9 @@ from ...runtime.launch import Launch, aligned
 from ..call import KdaBackward
 from ..portable import backward
 from ..portable import prepare as portable
+from ..portable.backward_channels import kda_backward_channels
+from .channel_levels import CHANNELS, HALF
+from .gradient_channels import kda_channels_bwd_kernel
 from .gradient_states import kda_states_kernel
 from .plan import HEAD_DIM, Prepare, computes
 
@@ -23,7 +27,7 @@ def prepare_kda_chunk_bwd(call: KdaBackward) -> Optional[Callable]:
     prepare; None for other calls."""
     if not computes(call):
         return None
-    return backward.prepare_kda_chunk_bwd(call, _prepare_kind, _states_kind)
+    return backward.prepare_kda_chunk_bwd(call, _prepare_kind, _states_kind, _channels_kind)
 
 
 def _prepare_kind(call: KdaBackward) -> type:
@@ -36,6 +40,14 @@ def _states_kind(call: KdaBackward, do: torch.Tensor) -> Callable:
     fits = call.V == HEAD_DIM and do.dtype == call.v.dtype
     fits = fits and aligned(*tokens) and all(map(lies_for_tma, tokens))
     return kda_backward_states if fits else gdn_backward_states
+
+
+def _channels_kind(call: KdaBackward, do: torch.Tensor) -> Callable:
+    """For values of 128 channels and tensors that TMA can read, the kernel below."""
+    tokens = (call.q, call.k, call.g, do)
+    fits = call.V == HEAD_DIM and do.dtype == call.v.dtype
+    fits = fits and aligned(*tokens) and all(map(lies_for_tma, tokens))
+    return channels_gradient if fits else kda_backward_channels
 
 
 @functools.lru_cache(maxsize=256)
@@ -74,3 +86,39 @@ def kda_backward_states(call: KdaBackward, do, d_final, tb, p, gam, config: dict
     forward = _pass(*facts, v.stride(), from_start, False)
     forward(kd, ke, qd, v, vt, h, tb, p, gam, tb, initial, None, ends)
     return h, dh, vt, dv, d_initial
+
+
+@functools.lru_cache(maxsize=256)
+def _channels(facts: tuple, rows, N, packed, scale, lower, count: int, where) -> Launch:
+    """The launch of the channels' gradient. facts: (shape, strides, dtype) of q, k, g and do."""
+    (B, T, H, D), _, dtype = facts[0]
+    q, k, g = (token_map(*x, CHANNELS.value, packed) for x in facts[:3])
+    HV = facts[3][0][2]
+    dense = (T * HV * D, HV * D, D, 1)
+    do, made = token_map(*facts[3], HALF.value, packed), (facts[3][0], dense, dtype)
+    made, units = token_map(*made, HALF.value, packed), rows * HV
+    state = tile_map(dtype, (units * D, D), (D, 1), CHANNELS.value, HALF.value)
+    pairs = tile_map(dtype, (2 * units * CHUNK, CHUNK), (CHUNK, 1), CHUNK, 16)
+    return Launch(
+        kda_channels_bwd_kernel, units * (D // CHANNELS.value), where,
+        maps=(q, k, g, do, made, made, state, state, pairs),
+        numbers=(T, N, -(-T // CHUNK), scale), constexprs=(HV, HV // H, lower, count),
+        options=(("num_warps", 4), ("maxnreg", 255)),
+    )  # fmt: skip
+
+
+def channels_gradient(call: KdaBackward, gates, do, vt, dv, h, dh, pairs, config: dict) -> tuple:
+    """Returns what kda_backward_channels of portable/backward_channels.py does."""
+    q, k, g, options = call.q, call.k, call.g, call.options
+    rows, dg, sums = h.shape[0], g.new_empty(g.shape), None
+    dq, dk = (gates.new_empty(call.B, call.T, call.HV, call.K) for _ in "qk")
+    if call.A_log is not None or call.dt_bias is not None:
+        sums = gates.new_empty(2, rows, call.HV, call.K)
+    facts = tuple([(tuple(x.shape), x.stride(), x.dtype) for x in (q, k, g, do)])
+    packed = call.cu_seqlens is not None
+    launch = _channels(
+        facts, rows, call.N, packed, options.scale, options.lower_bound, gates.shape[2], q.device
+    )
+    inputs = (q, k, g, do, vt, dv, h, dh, pairs, call.A_log, call.dt_bias, call.cu_seqlens, gates)
+    launch(*inputs, dq, dk, dg, sums)
+    return dq, dk, dg, sums

@@ -29,6 +29,12 @@ def _reciprocal(x):
 
 
 @gluon.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x))."""
+    return _reciprocal(1.0 + exp2_short(x * -LOG2_E))
+
+
+@gluon.jit
 def rate_of(A_log_ptr, hv):
     """exp(A_log) of a value head; 1 without A_log."""
     rate = 1.0

@@ -29,19 +29,21 @@ def prepare_kda_chunk_bwd(
     call: KdaBackward,
     prepare_kind: Callable = lambda call: Prepare,
     states_kind: Callable = lambda call, do: gdn_backward_states,
+    channels_kind: Callable = lambda call, do: kda_backward_channels,
 ) -> Optional[Callable]:
     """The call's tensors -> dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial_state; None for
     arguments that were not given.
 
     For the head dims and dtypes of has_gradient. prepare_kind(call): the class of the first launch;
-    states_kind(call, do): the function of the passes over the states.
+    states_kind(call, do), channels_kind(call, do): the functions of the passes over the states, and
+    of the channels.
     """
     if not are_served(call) or not has_gradient(call.K, call.V, call.q.dtype, call.q.device):
         return None
 
     def prepare(call: KdaBackward) -> Callable:
         options = call.options
-        kinds = (prepare_kind, states_kind)
+        kinds = (prepare_kind, states_kind, channels_kind)
         return lambda *tensors: _gradients(KdaBackward(*tensors, options), *kinds)
 
     return on_dense_gates(prepare, call, "initial_state", "do", "d_final_state")
@@ -74,7 +76,9 @@ def _gates(call: KdaBackward, given: KdaBackward, dg, sums) -> tuple:
     return cut(dg, given.K), dA_log, ddt_bias
 
 
-def _gradients(call: KdaBackward, prepare_kind: Callable, states_kind: Callable) -> tuple:
+def _gradients(
+    call: KdaBackward, prepare_kind: Callable, states_kind: Callable, channels_kind: Callable
+) -> tuple:
     given = call
     do, d_final = near(padded(call.do, 0)), call.d_final_state
     d_final = None if d_final is None else padded(d_final, 1)
@@ -90,7 +94,7 @@ def _gradients(call: KdaBackward, prepare_kind: Callable, states_kind: Callable)
             decayed, do, d_final, tb, p, gam, config["states"], ke
         )
         pairs, dbeta = kda_backward_pairs(call, gates, do, vt, dv, config["pairs"])
-        to_q, to_k, dg, sums = kda_backward_channels(
+        to_q, to_k, dg, sums = channels_kind(call, do)(
             call, gates, do, vt, dv, h, dh, pairs, config["channels"]
         )
         dq, dk = kda_backward_norms(call, to_q, to_k, config["norms"])
