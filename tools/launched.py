@@ -835,6 +835,11 @@ def _fp8_gate(kernel, B=1, T=4096, HQ=16, D=256):
     return lambda: gate((x, both[..., D:]))
 
 
+def _fp8_attention(kernel, B=1):
+    call, attend = _kvcache(kernel, B), submodule("attention.ops_fp8").ATTENTION_QUANTISE
+    return lambda: attend((*call.args, call.keywords["attention_mask"]), (128**-0.5,))
+
+
 def _fp8_gated_norm(kernel, B=1, T=4096, HV=32):
     x, z, weight = values(B, T, HV, 128), values(B, T, HV, 128), values(128, dtype=FP32)
     norm = submodule("gdn_layer.ops_fp8").NORM_QUANTISE
@@ -847,6 +852,7 @@ def _fp8_layer_decode(kernel, B=1):
 
 
 calls(_fp8_gate, "fp8 attention gate", {"": {}, "16 tokens": dict(B=16, T=1)})
+calls(_fp8_attention, "fp8 attention decode", {"": {}, "16 rows": dict(B=16)})
 calls(_fp8_gated_norm, "fp8 gated norm", {"": {}, "1 token": dict(T=1)})
 calls(_fp8_layer_decode, "fp8 gdn_layer decode", {"": {}, "batch 64": dict(B=64)})
 

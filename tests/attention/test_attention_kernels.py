@@ -34,6 +34,7 @@ KINDS = {
     "qk_norm_rope_fwd": calls.QkNormRope, "qk_norm_rope_bwd": calls.QkGradient,
     "sigmoid_gate_fwd": calls.SigmoidGate, "sigmoid_gate_bwd": calls.SigmoidGradient,
     "kvcache_attention": calls.KvCacheAttention,
+    "kvcache_attention_quantise": calls.KvCacheAttention,
 }  # fmt: skip
 
 
@@ -218,6 +219,28 @@ class Kernel:
         self.repeats(lambda: [by_kernels("kvcache_attention", *args)], [found])
         if B == 3:  # whose last row attends to nothing
             assert not found[2].any()
+
+    @pytest.mark.parametrize("B, HQ, HK, S", [(3, 4, 2, 200), (17, 2, 1, 40)])
+    def test_attention_in_fp8(self, B, HQ, HK, S, multiprocessors):
+        """To the bit what the quantiser makes of attention."""
+        q = self.normal(B, 1, HQ, 128, dtype=torch.bfloat16)
+        k, v = (self.normal(B, HK, S, 128, seed=seed, dtype=torch.bfloat16) for seed in (1, 2))
+        args = (q, k, v, torch.tensor(S - 9, device=self.device), None, 0.1)
+        codes, scales = by_kernels("kvcache_attention_quantise", *args)
+        y = by_kernels("kvcache_attention", *args).flatten(1)
+        quantise = submodule("fp8.call").Quantise
+        want = prepared("fp8.portable.quantise", "quantise_fwd", quantise, y)
+        assert codes.shape == want.codes.shape and scales.stride() == want.scales.stride()
+        assert torch.equal(codes[:B].view(torch.uint8), want.codes[:B].view(torch.uint8))
+        assert torch.equal(scales[:B], want.scales[:B]) and scales[:B].isfinite().all()
+
+    @pytest.mark.parametrize(
+        "B, D, dtype", [(1, 128, "float16"), (65, 128, "bfloat16"), (1, 64, "bfloat16")]
+    )
+    def test_what_attention_in_fp8_leaves(self, B, D, dtype):
+        dtype = getattr(torch, dtype)
+        q, k = (self.normal(B, n, 2, D, dtype=dtype) for n in (1, 2))
+        assert by_kernels("kvcache_attention_quantise", q, k, k, None, None, 1.0) is None
 
     @pytest.mark.parametrize("S", [1, 33, 200])
     def test_attention_over_all_slots(self, S, multiprocessors):

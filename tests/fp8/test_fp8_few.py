@@ -84,6 +84,26 @@ def test_products_that_are_refused():
     assert ops.products((3,), weights * 7, scales * 7, None, codes) is None
 
 
+@compiled
+def test_a_first_call_compiles_in_threads():
+    """Where kernels alone read what kernels write: not where torch adds the residual, nor where
+    cuBLAS multiplies."""
+    recording, device = submodule("runtime.recording"), submodule("runtime.device")
+    codes = reference.quantise_fwd(tokens(1, 512))
+    with recording.recorded(device.Chip("NVIDIA_H200", (9, 0), 132)):
+        for (H, N), added, together in (
+            ((512, 14336), False, True), ((512, 14336), True, True),
+            ((8448, 512), False, True), ((8448, 512), True, False),
+        ):  # fmt: skip
+            weights, scales = weights_of((N, N), 512)
+            (down,), (down_scale,) = weights_of((H,), N)
+            residual = tokens(1, H) if added else None
+            fields = (*weights, down, *scales, down_scale, *ABSENT[:3], None, *codes, residual)
+            assert ops.MLP.serving(fields, ((1,), True)).together is together, (H, added)
+        fields = (*weights, *ABSENT[2:], *scales, *ABSENT[2:], None, *codes, None, None)
+        assert ops.PRODUCTS.serving(fields, ((1,),)).together
+
+
 @wherever_kernels_run
 def test_plain_weights(device):
     """Weights in bf16 behind those in FP8, in the same launch: each as by itself, whatever stands

@@ -5,6 +5,7 @@ from . import call as calls
 from . import checks, reference
 
 FAMILY, LATENT = "attention.attention", "attention.latent"
+VARYING = {"k_cache": 2, "v_cache": 2, "mask": 3}  # the slots of a cache that grows
 
 
 def _differentiable(call: calls.QkNormRope) -> bool:
@@ -31,7 +32,7 @@ SIGMOID_GRADIENT = Operation(
 )
 KVCACHE_ATTENTION = Operation(
     FAMILY, "kvcache_attention", calls.KvCacheAttention, reference, like=("q",),
-    check=checks.attention_with_kvcache, varying={"k_cache": 2, "v_cache": 2, "mask": 3},
+    check=checks.attention_with_kvcache, varying=VARYING,
 )  # fmt: skip
 
 

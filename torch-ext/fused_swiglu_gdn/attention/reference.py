@@ -115,6 +115,11 @@ def kvcache_attention(
     return (weights @ values.to(weights.dtype)).view(B, 1, HQ, D).to(q.dtype)
 
 
+def kvcache_attention_quantise(*call) -> Quantised:
+    """The same [B, HQ * D] in FP8."""
+    return quantise_fwd(kvcache_attention(*call).flatten(1))
+
+
 def latent_attention(
     q: Tensor,  # [B, T, H, N + R]
     latents: Tensor,  # [B, 1, S, C]

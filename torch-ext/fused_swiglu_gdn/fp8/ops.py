@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..projection.call import MAX_WEIGHTS
 from ..runtime import dispatch
+from ..runtime.cache import fast_path_ok
 from ..runtime.operation import Operation
 from ..runtime.ops import transformed
 from . import call as calls
@@ -19,21 +20,23 @@ class EagerOperation(Operation):
     There is no operator of torch. A call gives None where the module should be called instead; if
     the reference is forced, that computes it.
     together: several kernels compute a call, and no other operation reads what they write; a first
-    call compiles them in threads.
+    call compiles them in threads. A prepared function may have an attribute of this name instead.
     """
 
     def __init__(
-        self, family: str, name: str, call: type, reference, written: tuple = (),
-        together: bool = False,
-    ):  # fmt: skip
-        super().__init__(family, name, call, reference, schema=None, written=written)
+        self, family: str, name: str, call: type, reference, together: bool = False, **more
+    ):
+        super().__init__(family, name, call, reference, schema=None, **more)
         self.together = together
 
     def __call__(self, tensors: tuple, options: tuple = ()):
         run = self.find(tensors, options, True)
+        if run is None and self.sizes is not None:
+            run = self._resized(tensors, options)
         if run is None:
             run = self.serving(tensors, options)
-            if run is not None and self.together and tensors[0].is_cuda:
+            together = self.together or getattr(run, "together", False)
+            if run is not None and together and tensors[0].is_cuda:
                 from ..runtime.ahead import compiled_together  # not where there is no Triton
 
                 with compiled_together():
@@ -43,6 +46,8 @@ class EagerOperation(Operation):
     def serving(self, tensors: tuple, options: tuple = ()) -> Optional[Callable]:
         """A function of the tensors, or None where the module should be called."""
         run = super().serving(tensors, options)
+        if run is not None and self.sizes is not None and fast_path_ok():
+            self.sizes.keep(tensors, options, getattr(run, "resized", None))
         if run is None and dispatch.forced == "reference":
             function = getattr(self.module, self.name)
             return lambda *given: function(*given, *options)

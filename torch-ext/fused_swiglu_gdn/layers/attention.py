@@ -107,7 +107,7 @@ class Attention:
 
     normed_and_turned = staticmethod(fused_qk_norm_rope)
     projected, gated = staticmethod(projections), staticmethod(sigmoid_gate)
-    quantised = staticmethod(fp8.gated)
+    quantised, coded = staticmethod(fp8.gated), staticmethod(fp8.attended)
 
     def __init__(self, form: AttentionForm):
         self.form = form
@@ -156,8 +156,7 @@ class Attention:
         own_tables = given.get(form.tables)
         tables = _tables(form, own_tables, x, D)
         norms = {} if form.q_norm is None else self.norms(parts, x)
-        lacks = self.more and any([given.get(name) is None for name in self.more])
-        if tables is None or norms is None or lacks:
+        if None in (tables, norms) or self.more and any([given.get(n) is None for n in self.more]):
             return None
         past, mask = given.get(form.cache), given.get(form.mask)
         function, more = self.interface.of(attention, given), rest if form.rests else {}
@@ -176,34 +175,35 @@ class Attention:
         elif gate is not None:
             gate = gate.view(B, T, q.shape[2], -1)
         k, v = k.view(B, T, -1, D), v.view(B, T, k.shape[-1] // D, -1)
-        norms["interleaved"] = self.interleaved
         of = self.index.attribute  # mostly: it is found without a function of ours
         index = None if past is None else of(attention) if of else self.index.of(attention, given)
         slots = None if past is None or form.takes else slots_of(past, index, k)
         if slots is not None:
             q, _ = fused_qk_norm_rope(
                 q, k, *tables, **norms, v=v, key_cache=slots.keys, value_cache=slots.values,
-                cache_position=slots.cumulative_length,
+                cache_position=slots.cumulative_length, interleaved=self.interleaved,
             )  # fmt: skip
             slots.cumulative_length.add_(T)
             k, v = slots.keys, slots.values
         else:
-            q, k = self.normed_and_turned(q, k, *tables, **norms)
+            q, k = self.normed_and_turned(q, k, *tables, **norms, interleaved=self.interleaved)
             k, v = k.transpose(1, 2), v.transpose(1, 2)
             if past is not None and not form.takes:
                 k, v = self.updates.of(past, k, v, index, attention, given, rest, own_tables)
         if self.more:
             q, k, v = self.shared_and_scaled(attention, given, q, k, v)
+        last = parts[form.out]
         if T <= FEW and (attend := decodes(function, q, k, v, mask, past, slots, words, more)):
             scale = words.get("scaling", more.get("scaling"))
             length, weights = None if slots is None else slots.cumulative_length, None
+            if gate is None and FP8_FORMS and (y := self.coded(q, k, v, length, mask, scale, last)):
+                return y
             out = attend(q, k, v, length, attention_mask=mask, softmax_scale=scale)
         else:
             out, weights = function(attention, q.transpose(1, 2), k, v, mask, **words, **more)
         if gate is not None:
-            return self.gated_output(out, gate, parts[form.out]), weights
-        out = out.reshape(B, T, -1).contiguous()
-        return self.projected(out, parts[form.out], unpatched=True)[0], weights
+            return self.gated_output(out, gate, last), weights
+        return self.projected(out.reshape(B, T, -1).contiguous(), last, unpatched=True)[0], weights
 
     def gated_output(self, out: torch.Tensor, gate: torch.Tensor, linear: nn.Module):
         """linear(out) of heads [B, T, HQ, D], gated, [B, T, N]; gate [B, T, HQ, D or 1]."""

@@ -7,12 +7,15 @@ A second launch combines the parts, unless there is only one.
 Sizes: B rows, HQ and HK heads, G = HQ / HK, S slots, D head dim.
 """
 
+import functools
 from typing import Callable, Optional
 
 import torch
 import triton
 import triton.language as tl
 
+from ...fp8.call import BLOCK, MOST, Quantised, padded
+from ...fp8.portable.quantise import making, quantise_launch, quantising
 from ...runtime import device, tuning
 from ...runtime.cache import keep
 from ...runtime.copies import contiguous_like, on_copies
@@ -21,7 +24,7 @@ from ...runtime.launch import Launch, kind_of, named
 from ...runtime.ops import dense
 from ...runtime.sizes import next_power_of_2
 from ..call import KvCacheAttention
-from .parts import combine_kernel, parts_of
+from .parts import combine_kernel, combine_quantise_kernel, parts_of
 
 MAX_HEAD, MAX_SPLITS = 256, 64  # channels; parts of a cache
 WAVES = 2  # programs for each multiprocessor, at most
@@ -129,14 +132,23 @@ def count_parts(where: torch.device, programs: int, blocks: int) -> int:
     return max(1, min(most, next_power_of_2(blocks), MAX_SPLITS))
 
 
-def prepare_kvcache_attention(call: KvCacheAttention) -> Optional[Callable]:
+def prepare_kvcache_attention_quantise(call: KvCacheAttention) -> Optional[Callable]:
+    """prepare_kvcache_attention, whose y [B, HQ * D] is in FP8, Quantised: two launches, of which
+    the second quantises. For heads as wide as a block of scales, and few rows."""
+    q = call.q
+    if q.dtype is not torch.bfloat16 or q.shape[3] != BLOCK or not 0 < q.shape[0] <= MOST:
+        return None
+    return prepare_kvcache_attention(call, True) if device.has_e4m3(q.device) else None
+
+
+def prepare_kvcache_attention(call: KvCacheAttention, quantises=False) -> Optional[Callable]:
     """(q, k_cache, v_cache, cache_seqlens, mask) -> y [B, 1, HQ, D]: one launch if one part fills
     the device, else two.
 
     For fp16 and bf16, head dims up to 256 and caches with a contiguous last dimension.
     """
     q, k_cache, v_cache, cache_seqlens, mask, _ = call
-    HQ, D = q.shape[2:]
+    B, _, HQ, D = q.shape
     if q.dtype not in HALF or HQ == 0 or not 0 < D <= MAX_HEAD:
         return None
     if k_cache.stride(3) != 1 or v_cache.stride(3) != 1:
@@ -144,21 +156,26 @@ def prepare_kvcache_attention(call: KvCacheAttention) -> Optional[Callable]:
     if mask is not None and mask.dtype == torch.float64:
         return None
     if dense(q) is not q:
-        return on_copies(prepare_kvcache_attention, call, lambda q, *more: (dense(q), *more))
-    make, launches = contiguous_like(q), _Launches(call)
+        prepare = functools.partial(prepare_kvcache_attention, quantises=quantises)
+        return on_copies(prepare, call, lambda q, *more: (dense(q), *more))
+    make, launches = contiguous_like(q), _Launches(call, quantises)
+    if quantises:
+        quantise = quantising(quantise_launch(q.view(B, HQ * D)), q.device, (B, HQ * D))
+        make_codes, make_scales = making(q.device, B, HQ * D)
 
     def resized(q, k_cache, v_cache, cache_seqlens, mask):
         split, combine, size = launches.at(k_cache, v_cache, mask)
 
         def run(q, k_cache, v_cache, cache_seqlens, mask):
-            y = make(q)  # [B, 1, HQ, D]
             if combine is None:
+                y = make(q)  # [B, 1, HQ, D]
                 split(q, k_cache, v_cache, cache_seqlens, mask, y)
-                return y
+                return quantise(y.view(B, HQ * D)) if quantises else y
             parts = q.new_empty(size, dtype=torch.float32)
             split(q, k_cache, v_cache, cache_seqlens, mask, parts)
-            combine(parts, cache_seqlens, y)
-            return y
+            made = Quantised(make_codes(), make_scales()) if quantises else (make(q),)
+            combine(parts, cache_seqlens, *made)
+            return made if quantises else made[0]
 
         run.resized = resized
         return run
@@ -169,7 +186,7 @@ def prepare_kvcache_attention(call: KvCacheAttention) -> Optional[Callable]:
 class _Launches:
     """The launches of calls that differ in S and in strides of rows and heads."""
 
-    def __init__(self, call: KvCacheAttention):
+    def __init__(self, call: KvCacheAttention, quantises: bool):
         q, k_cache, _, cache_seqlens, _, (scale,) = call
         (B, _, HQ, D), HK = q.shape, k_cache.shape[1]
         config = tuning.lookup("portable_kvcache_attention", q.device, D=D)
@@ -180,6 +197,7 @@ class _Launches:
         many = cache_seqlens is not None and cache_seqlens.ndim > 0
         self.step = cache_seqlens.stride(0) if many else 0
         self.warps, self.stages = config["num_warps"], config["num_stages"]
+        self.padded = (padded(B),) if quantises else ()
         self.made: dict = {}  # by the number of parts and the kinds of what varies
 
     def at(self, k_cache, v_cache, mask: Optional[torch.Tensor]) -> tuple:
@@ -198,7 +216,7 @@ class _Launches:
             found = self._make(splits, numbers)
         else:
             split, combine, size = known
-            combine = combine and combine.at((self.step, self.B, S, splits))
+            combine = combine and combine.at((self.step, self.B, S, splits, *self.padded))
             found = (split.at(numbers), combine, size)
         return keep(self.made, key, found)
 
@@ -218,12 +236,15 @@ class _Launches:
         if splits == 1:
             return split, None, 0
         early = {"launch_pdl": True} if pdl else {}
+        width = {} if self.padded else {"D": D, "BLOCK_D": block}
+        kernel = combine_quantise_kernel if self.padded else combine_kernel
         constexprs, options = named(
-            combine_kernel, ROWS=HQ, D=D, NEW=0, PARTS=next_power_of_2(splits), BLOCK_N=self.block,
-            BLOCK_D=block, PDL=pdl, num_warps=8 if D > 128 else 4, **early,
+            kernel, ROWS=HQ, NEW=0, PARTS=next_power_of_2(splits), BLOCK_N=self.block, PDL=pdl,
+            num_warps=8 if D > 128 else 4, **width, **early,
         )  # fmt: skip
         combine = Launch(
-            combine_kernel, self.rows, self.device, numbers=(self.step, self.B, numbers[6], splits),
+            kernel, self.rows, self.device,
+            numbers=(self.step, self.B, numbers[6], splits, *self.padded),
             constexprs=constexprs, options=options, guarded=True,
         )  # fmt: skip
         return split, combine, self.rows * splits * (D + 2)

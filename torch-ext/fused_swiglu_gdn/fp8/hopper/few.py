@@ -52,7 +52,7 @@ class Few:
     ):  # fmt: skip
         M, self.sizes = math.prod(lead), [*rows, *plain]
         width, missing = sum(self.sizes), MAX_WEIGHTS - len(rows)
-        self.missing, shape = missing, (*lead, width)
+        self.missing, shape = (None,) * missing, (*lead, width)
         empty = functools.partial(torch.empty_strided, device=where)
         strides = torch.empty(shape, device="meta").stride()
         self.make = functools.partial(empty, shape, strides, dtype=torch.bfloat16)
@@ -90,17 +90,14 @@ class Few:
         plain: Tensors = (None, None, None),  # x in bf16, and weights in bf16
         added: Optional[torch.Tensor] = None,
     ) -> List[torch.Tensor]:
-        # the first stands for those that are missing; empty would cost the host half as much again
-        if self.missing:
-            weights = (*weights, *weights[:1] * self.missing)
-            w_scales = (*w_scales, *w_scales[:1] * self.missing)
+        tensors = (codes, scales, *weights, *self.missing, *w_scales, *self.missing, *plain)
         y = self.make()
         if self.make_parts is None:
-            self.product(codes, scales, *weights, *w_scales, *plain, y)
+            self.product(*tensors, y)
             y = y if added is None else added + y
         else:
             parts = self.make_parts()
-            self.product(codes, scales, *weights, *w_scales, *plain, parts)
+            self.product(*tensors, parts)
             self.add(parts, added, y)
         return [y] if len(self.sizes) == 1 else list(y.split_with_sizes(self.sizes, -1))
 

@@ -144,7 +144,7 @@ def _plain_tile(
 def few_kernel(
     x_ptr,  # [P, K] e4m3
     x_scale_ptr,  # [ceil(K / 128), P]
-    w0_ptr,  # [rows0, K] e4m3
+    w0_ptr,  # [rows0, K] e4m3; None for weights behind the last one, and their scales
     w1_ptr,
     w2_ptr,
     w3_ptr,

@@ -110,6 +110,7 @@ def prepare_products_fwd(call: Products) -> Optional[Callable]:
         plain = (None, None, None) if p0 is None else (x, p0, p0 if p1 is None else p1)
         return product(codes, scales, tensors[:count], tensors[MAX_WEIGHTS:last], plain)
 
+    run.together = M <= MOST
     return run
 
 
@@ -155,6 +156,8 @@ def prepare_mlp_fwd(call: Mlp) -> Optional[Callable]:
             z = gate(codes, s_x, weights, as_bytes(scales) if wide else scales)
             return down(*z, (w_down,), (s_down,), added=residual)[0]
 
+        # a residual that torch adds would be added too soon
+        few.together = residual is None or getattr(down, "make_parts", None) is not None
         return few
     stride = 2 * N if both or M <= MOST else N
     gate = gate_of(w_gate.device, (M, N), (stride, stride))

@@ -1,12 +1,12 @@
-"""Several FP8Linears in fewer launches: whole MLPs, and output projections whose input attention's
-gate, or the gated norm of Gated DeltaNet, quantises in its own launch."""
+"""Several FP8Linears in fewer launches: whole MLPs, and output projections whose input attention
+over a cache, its gate, or the gated norm of Gated DeltaNet quantises in its own launch."""
 
 from typing import Optional
 
 import torch
 from torch import nn
 
-from ...attention.ops_fp8 import GATE_QUANTISE
+from ...attention.ops_fp8 import ATTENTION_QUANTISE, GATE_QUANTISE
 from ...fp8.call import BLOCK
 from ...fp8.ops import MLP, MULTIPLY, multiplies
 from .given import taken
@@ -70,3 +70,16 @@ def gated(out: torch.Tensor, gate: torch.Tensor, linear: nn.Module) -> Optional[
     weight = weight_of_out(linear, out, HQ * D, True)
     codes = None if weight is None else GATE_QUANTISE((out, gate))
     return None if codes is None else multiplied((B, T), (weight,), None, codes)[0]
+
+
+def attended(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, length, mask, scale, linear: nn.Module
+) -> Optional[tuple]:
+    """(linear() of attention_with_kvcache's result [B, 1, N], None): without weights of attention.
+    None where the parts are to be called."""
+    B, T, HQ, D = q.shape
+    if T > 1 or D != BLOCK:
+        return None
+    weight = weight_of_out(linear, q, HQ * D, True)
+    codes = None if weight is None else ATTENTION_QUANTISE((q, k, v, length, mask), (scale,))
+    return None if codes is None else (multiplied((B, T), (weight,), None, codes)[0], None)

@@ -13,15 +13,15 @@ from ...runtime.primitives import activate, after_predecessor, either
 
 @triton.jit
 def _next_weight(tile, w_ptr, rows, column, next_ptr, next_rows, BLOCK_N: tl.constexpr):
-    """Advances to the next weight if the tile is past the end of this one."""
-    tiles = tl.cdiv(rows, BLOCK_N)
-    past = tile >= tiles
-    return (
-        tl.where(past, tile - tiles, tile),
-        tl.where(past, next_ptr, w_ptr),
-        tl.where(past, next_rows, rows),
-        tl.where(past, column + rows, column),
-    )
+    """Advances to the next weight, where there is one, if the tile is past the end of this one."""
+    if next_ptr is not None:
+        tiles = tl.cdiv(rows, BLOCK_N)
+        past = tile >= tiles
+        tile = tl.where(past, tile - tiles, tile)
+        w_ptr = tl.where(past, next_ptr, w_ptr)
+        column = tl.where(past, column + rows, column)
+        rows = tl.where(past, next_rows, rows)
+    return tile, w_ptr, rows, column
 
 
 @triton.jit
