@@ -132,12 +132,13 @@ def kimi_delta_attention(
     layer, roles: Roles, hidden_states, cache, mask, lengths, bound
 ) -> torch.Tensor:
     """hidden_states [B, T, hidden] -> [B, T, hidden], with both states in the cache updated."""
-    x, heads = without_padding(hidden_states, mask), (-1, _head_dim(layer, roles))
+    x = without_padding(hidden_states, mask)
+    heads = (*x.shape[:2], at(roles.A_log)(layer).numel(), _head_dim(layer, roles))
     qkv, f, z, b = _projected(layer, roles, x)
     seq = Sequences(layer, at(roles.index)(layer), x, cache, {"cu_seqlens": lengths})
-    q, k, v = (part.unflatten(-1, heads) for part in qkv.chunk(3, -1))
+    q, k, v = [part.view(heads) for part in qkv.chunk(3, -1)]
     y = convolution(at(roles.conv)(layer), roles.activation, q, k, v, qkv, seq)
-    q, k, v, f, z = (part.unflatten(-1, heads) for part in (*y.chunk(3, -1), f, z))
+    q, k, v, f, z = [part.view(heads) for part in (*y.chunk(3, -1), f, z)]
     options = {
         "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "lower_bound": bound,
         "A_log": at(roles.A_log)(layer), "dt_bias": at(roles.dt_bias)(layer),
