@@ -228,6 +228,31 @@ def test_recording_the_past(kernel):
         assert_close(got, expected)
 
 
+@pytest.mark.parametrize("name", ["qwen3_5_text", "kimi_linear"])
+def test_gradients_of_a_token(kernel, monkeypatch, name):
+    """Over a cache: by chunks, of which kernels have the gradient; a frozen model has none."""
+    model, ids, delta, found = random_model(name), tokens(2, 9), submodule("layers.delta"), []
+    kernel.kernelize(model, only=["gdn", "kda"])
+
+    def step():
+        with torch.no_grad(), serving():
+            cache = model(ids[:, :8], use_cache=True).past_key_values
+        with serving() as record:
+            loss = model(ids[:, 8:], past_key_values=cache).logits.square().sum()
+        return loss, {kind for kind in record if "chunk" in kind or "recurrent" in kind}
+
+    for form in ("chunk", "recurrent"):
+        loss, kinds = step()
+        assert len(kinds) == 1 and all(form in kind for kind in kinds), kinds
+        found.append(torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True))
+        monkeypatch.setattr(delta, "needs_grad", lambda tensors: False)
+    for a, b in zip(*found):
+        assert (a - b).norm() <= 1e-4 * b.norm()
+    monkeypatch.undo()
+    model.requires_grad_(False)
+    assert "recurrent" in step()[1].pop()
+
+
 def compiled(module, backend="aot_eager_decomp_partition"):
     """In one graph. The backend traces, splits and decomposes as Inductor, but compiles nothing."""
     torch._dynamo.reset()

@@ -46,6 +46,15 @@ def test_an_error_of_the_process_is_no_verdict(error):
         stand_ins.result_of(_raises, torch.nn.Module(), torch.ones(2))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_a_number_in_place_of_infinity_is_another(dtype):
+    same = submodule("models.stand_ins").same
+    x = torch.tensor([1.0, torch.inf], dtype=dtype)
+    assert same(x, x.clone())
+    for other in (1.0, 6e4, torch.nan, -torch.inf):
+        assert not same(torch.tensor([1.0, other], dtype=dtype), x)
+
+
 def _raises(twin, x):
     raise ValueError("sizes do not fit")
 

@@ -18,6 +18,7 @@ from ..gdn_layer import api as gdn_layer
 from ..gdn_layer.ops_fused import PROLOGUE
 from ..runtime.activations import OF_CONVOLUTION, OF_GATED_NORM
 from ..runtime.checks import FLOATING
+from ..runtime.ops import needs_grad
 from .own_classes import Answers
 from .own_code import peeled
 from .plain import PLAIN_TENSORS, torch_unpatched, why_hooked
@@ -160,7 +161,8 @@ def recurred(rules: Tuple[Callable, Callable], tensors: tuple, options: dict, se
     options["cu_seqlens"] = seq.lengths
     if seq.cp is not None:
         options["cp_context"] = seq.cp
-    if seq.one_step:
+    # kernels have the gradient of chunks alone
+    if seq.one_step and not needs_grad((*tensors, *options.values())):
         o, state = by_token(*tensors, inplace_final_state=seq.in_place, **options)
     else:
         o, state = chunked(*tensors, **options)
