@@ -158,6 +158,24 @@ def test_the_norm_that_stands_there_counts(kernel, monkeypatch, i):
             layer.hook_for_all.remove()
 
 
+class Sharded(nn.Parameter):
+    """As a weight is that is sharded in a call."""
+
+
+@pytest.mark.parametrize("part", ["A_log", "conv1d"])
+def test_weights_that_are_sharded_in_a_call(kernel, part):
+    """The class's own forward gathers them; it exchanges no states."""
+    model, dispatch = served(kernel, "qwen3_5_text"), submodule("runtime.dispatch")
+    before, layer = in_use(model), gdn_of(model)
+    owner, name = (layer, "A_log") if part == "A_log" else (layer.conv1d, "weight")
+    owner._parameters[name] = Sharded(owner._parameters[name].data)
+    with dispatch.served() as record:
+        assert difference(in_use(model), before) < 1e-4
+    assert not [operation for operation in record if operation.startswith("gdn")]
+    with pytest.raises(ValueError, match="cp_context must not be given"):
+        layer(torch.zeros(1, 4, 32), cp_context=object())
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_wrapped_forward_of_the_class_counts(kernel, monkeypatch, name):
     """For a model that was served before, and for one that is left alone for it."""
