@@ -1,12 +1,12 @@
 """Tokens of transformers' generate in rounds of drafts: CUDA graphs of several tokens.
 
     python benchmarks/compare_drafts.py [--cases qwen:1 llama:1 kimi:1 moe:1 qwen:mtp
-                                                 llama32:assistant] [--wait-for FILE]
+                                                 llama32:assistant] [--turns 3] [--wait-for FILE]
 
 Random weights, bf16, greedy, as compare_generate.py has them, but for 512 tokens (256 in 32
 layers): what is not a token's, the capture of two graphs above all, is subtracted, and its spread
 is divided by their number. The turn that compiles is one of 128 tokens, after which drafts have
-rested once and come again, and three are timed.
+rested once and come again, and --turns are timed.
 Compares tokens without drafts with those of rounds of three drafts, which an oracle makes so that
 each is right at a rate of 0, .7 and 1, in turns; and the graph of four tokens with that of one.
 Random weights repeat no text, so drafts by lookup in a real text are another measurement, with a
@@ -22,7 +22,7 @@ import statistics
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Callable, Dict, Optional
+from typing import Callable, Dict, Iterator
 
 import model_cases
 import torch
@@ -37,7 +37,6 @@ ONE_B = {  # sizes of Llama 3.2 1B
 }  # fmt: skip
 NEW, WARM, SOME = 512, 128, 160  # tokens: timed, of the first turn, where a graph alone is timed
 FEWER = {"llama32": 256}  # timed of a large model
-TURNS = 3
 
 
 def oracle_of(drafter: type, truth: list, rate: float):
@@ -76,11 +75,11 @@ def round_us(round, tokens: int) -> float:
     return statistics.median(times)
 
 
-def timed(name: str, ways: Dict[str, Callable], begin: Optional[Path]) -> dict:
+def timed(name: str, ways: Dict[str, Callable], options) -> dict:
     """A row of ways, which are functions of the number of new tokens."""
     first = {each: partial(way, WARM) for each, way in ways.items()}
     ways = {each: partial(way, FEWER.get(name, NEW)) for each, way in ways.items()}
-    row = row_of(name, 1, in_turns(ways, begin, TURNS, first))
+    row = row_of(name, 1, in_turns(ways, options.wait_for, options.turns, first))
     return {**row, "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")}
 
 
@@ -160,7 +159,7 @@ HELPERS = {"mtp": (with_mtp, "an MTP layer"), "assistant": (with_assistant, "an 
 
 
 @torch.no_grad()
-def helped(package, truth: list, name: str, kind: str, begin: Optional[Path] = None) -> dict:
+def helped(package, truth: list, name: str, kind: str, options) -> Iterator[dict]:
     """Greedy tokens without drafts, and with those of a helper, of which an oracle says how many
     are right."""
     model = model_of(name)
@@ -201,9 +200,10 @@ def helped(package, truth: list, name: str, kind: str, begin: Optional[Path] = N
     try:
         ways = {"without drafts": partial(token_us, model.generate, 1)}
         ways.update({f"drafts, {rate:g} right": partial(way, rate) for rate in (0.0, 0.7, 1.0)})
-        row = timed(name, ways, begin)
+        row = timed(name, ways, options)
         row["what"] = f"{MODELS[name][0]}, {count} drafts of {HELPERS[kind][1]}"
         row["tokens_a_round"] = {f"{rate:g}": statistics.mean(x) for rate, x in taken.items() if x}
+        yield row
         back = sys.modules[f"{package.__name__}.decoding.rows"].TakesBack
         loop.Round = Seen
         drafts(truth, 0.0)  # after 8 rounds it is one token a time
@@ -212,11 +212,11 @@ def helped(package, truth: list, name: str, kind: str, begin: Optional[Path] = N
         loop.Round = own_round
         for each, own in before.items():
             setattr(drafter, each, own)
-    return row
+    yield row
 
 
 @torch.no_grad()
-def drafted(package, truth: list, name: str, begin: Optional[Path] = None) -> dict:
+def drafted(package, truth: list, name: str, options) -> Iterator[dict]:
     """Greedy tokens without drafts and with those of an oracle, and what its graphs take."""
     model = model_of(name)
     kernelized(package, model, cuda_graphs=True)
@@ -246,16 +246,17 @@ def drafted(package, truth: list, name: str, begin: Optional[Path] = None) -> di
 
     ways = {"without drafts": partial(token_us, model.generate, 1)}
     ways.update({f"drafts, {rate:g} right": partial(way, rate) for rate in (0.0, 0.7, 1.0)})
-    row = timed(name, ways, begin)
+    row = timed(name, ways, options)
     row["what"] = f"{MODELS[name][0]}, {DRAFTS} drafts by lookup"
     row["tokens_a_round"] = {f"{rate:g}": statistics.mean(x) for rate, x in taken.items() if x}
+    yield row
     loop.Round = Seen
     try:
         loop.Lookup = oracle_of(loop.Drafter, truth, 0.0)  # after 8 rounds it is one token a time
         row["graph_us"] = graphs_us(model, rows.TakesBack, rounds, **words)
     finally:
         loop.Round = own
-    return row
+    yield row
 
 
 def rows(package, options):
@@ -263,14 +264,15 @@ def rows(package, options):
         name, kind = case.split(":")
         with given_text(package) as text:
             if kind in HELPERS:
-                yield helped(package, text, name, kind, options.wait_for)
+                yield from helped(package, text, name, kind, options)
             else:
-                yield drafted(package, text, name, options.wait_for)
+                yield from drafted(package, text, name, options)
         torch.cuda.empty_cache()
 
 
 ARGUMENTS = {
     "--cases": {"nargs": "+", "help": "model:1 or model:mtp"},
+    "--turns": {"type": int, "default": 3, "help": "that are timed"},
     "--wait-for": {"type": Path},
 }
 main = partial(run, __doc__, lambda options: "generate_drafts", rows, ARGUMENTS, merge=True)

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from kernel_time import idle_host_us, microseconds
-from peers import MAKERS, warm_gdn, warm_up, working
+from peers import MAKERS, shorten_autotuning, warm_gdn, warm_up, working
 from runner import ROOT, SECONDS, relative_error, run, submodule
 
 sys.path.insert(0, str(ROOT / "tests"))
@@ -122,6 +122,7 @@ def chosen(options) -> list:
 def rows(package, options):
     if set(options.only) & {"fla", "aiter", "flashqla"} and not options.compiled:
         warm_up()  # they compile for minutes
+    shorten_autotuning()
     options.facts["prepare"] = prepare_time()
     for case in chosen(options):
         for gates in options.gates:

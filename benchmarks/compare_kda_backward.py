@@ -8,11 +8,12 @@ many configurations. `backward` is the gradient alone, `both` with the forward b
 eager calls by the GPU's clock. Errors are relative to automatic differentiation of the recurrence
 in fp64, at 500 tokens and 4 heads for five kinds of gates, and for raw gates of both formulas.
 Those of A_log and dt_bias, sums of terms of either sign, are relative to the root of the sum of the
-terms' squares. Rows of FLA that do not fit into --seconds are left out.
+terms' squares. Ours is measured first; what of FLA does not begin within --seconds is left out.
 """
 
 import time
 from functools import partial
+from typing import Iterator
 
 import torch
 from compare_kda import ERRORS, load_fla, prompt
@@ -91,48 +92,70 @@ def gradients(function, x: dict, outer, options: dict) -> dict:
     return dict(zip(leaves, torch.autograd.grad(outputs, list(leaves.values()), outer)))
 
 
-def errors(package, ways: dict):
-    for gates in (*ERRORS, *RAW):
-        x, options = inputs(gates)
-        outer = (torch.randn(1, 500, 4, 128, device="cuda"), torch.randn(1, 4, 128, 128).cuda())
-        outer = (outer[0].bfloat16(), outer[1])
-        wide = {name: y.double() for name, y in x.items()}
-        want = gradients(package.fused_recurrent_kda, wide, outer, options)
-        of, row = sizes(x, want, options.get("lower_bound")), {"errors": gates}
-        makers = {
-            way: partial(partial, gradients, function, x, outer, {**options, **more})
-            for way, (function, more) in ways.items()
-            if not (more and gates in RAW and RAW[gates] is None)  # safe_gate asks for a bound
-        }
-        for way, call in working(makers).items():
-            ratios = {n: ((y.double() - want[n]).norm() / of[n]).item() for n, y in call().items()}
-            row[way] = {f"d{name}": float(f"{ratio:.2e}") for name, ratio in ratios.items()}
-        yield row
+def problem(package, gates: str) -> tuple:
+    """Inputs, their options and outer gradients, gradients in fp64, and what errors are relative
+    to."""
+    x, options = inputs(gates)
+    outer = (torch.randn(1, 500, 4, 128, device="cuda"), torch.randn(1, 4, 128, 128).cuda())
+    outer = (outer[0].bfloat16(), outer[1])
+    wide = {name: y.double() for name, y in x.items()}
+    want = gradients(package.fused_recurrent_kda, wide, outer, options)
+    return x, options, outer, want, sizes(x, want, options.get("lower_bound"))
+
+
+def errors(given: tuple, way: str, function, more: dict) -> dict:
+    """The way's errors under its name, as far as it runs."""
+    x, options, outer, want, of = given
+    if more and options.get("lower_bound", 0) is None:
+        return {}  # safe_gate asks for a bound
+    call = partial(gradients, function, x, outer, {**options, **more})
+    if not working({way: lambda: call}):
+        return {}
+    ratios = {n: ((y.double() - want[n]).norm() / of[n]).item() for n, y in call().items()}
+    return {way: {f"d{name}": float(f"{ratio:.2e}") for name, ratio in ratios.items()}}
+
+
+def timed(name: str, way: str, function, more: dict) -> Iterator[dict]:
+    """The way's row of a shape, where it runs."""
+    calls = {}
+
+    def both():
+        calls.update(calls_of(function, *prompt(*SHAPES[name]), more))
+        return calls["both"]
+
+    if working({way: both}):
+        row = {"gradient": name, "way": way, "ms": milliseconds(calls, warmup=5, rep=15)}
+        yield {**row, "launches_us": launches(calls["both"])} if way == "ours" else row
 
 
 def rows(package, options):
     began = time.perf_counter()
     fla, _ = load_fla(options.configurations)
-    ways = {"ours": (package.chunk_kda, {})}
+    ours, peers = ("ours", package.chunk_kda, {}), []
     if fla:
-        ways.update(fla_safe=(fla, {"safe_gate": True}), fla=(fla, {}))
+        peers = [("fla_safe", fla, {"safe_gate": True}), ("fla", fla, {})]
         lift_fla_guard()
-    for name, case in SHAPES.items():
-        for way, (function, more) in ways.items():
-            if way != "ours" and time.perf_counter() - began > options.of_fla:
-                print(f"{way} of {name} is left out: no time", flush=True)
-                continue
-            calls = {}
 
-            def both(function=function, case=case, more=more, calls=calls):
-                calls.update(calls_of(function, *prompt(*case), more))
-                return calls["both"]
+    def in_time(what: str) -> Iterator[tuple]:
+        """The peers, as long as there is time."""
+        for peer in peers:
+            if time.perf_counter() - began < options.of_fla:
+                yield peer
+            else:
+                print(f"{peer[0]} of {what} is left out: no time", flush=True)
 
-            if working({way: both}):
-                row = {"gradient": name, "way": way, "ms": milliseconds(calls, warmup=5, rep=15)}
-                yield {**row, "launches_us": launches(calls["both"])} if way == "ours" else row
-        if name == next(iter(SHAPES)):
-            yield from errors(package, ways)
+    for name in SHAPES:  # ours before FLA, whose kernels take long to compile
+        yield from timed(name, *ours)
+    problems = {gates: problem(package, gates) for gates in (*ERRORS, *RAW)}
+    found = {gates: {"errors": gates, **errors(x, *ours)} for gates, x in problems.items()}
+    yield from found.values()
+    for name in SHAPES:
+        for peer in in_time(name):
+            yield from timed(name, *peer)
+    for gates, x in problems.items():
+        for peer in in_time(f"errors, {gates}"):
+            found[gates].update(errors(x, *peer))
+            yield found[gates]
 
 
 ARGUMENTS = {

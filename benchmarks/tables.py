@@ -347,6 +347,8 @@ def of_gradients(record: dict) -> str:
         else:
             worst = {way: max(row[way].values(), key=order) for way in shown if way in row}
             far[row["errors"]] = cells(worst, shown, "{:.1e}")
+    shapes = names({row[0]: row} for row in times)
+    times.sort(key=lambda row: shapes.index(row[0]))
     first = table(["", "", "gradient, us", "with the forward, us"], times)
     largest = table(["largest error", *shown.values()], [[kind, *e] for kind, e in far.items()])
     return f"{first}\n\n{largest}"
