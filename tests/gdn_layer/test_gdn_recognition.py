@@ -158,6 +158,16 @@ def test_the_norm_that_stands_there_counts(kernel, monkeypatch, i):
             layer.hook_for_all.remove()
 
 
+def test_a_class_that_gets_our_forward(kernel, monkeypatch):
+    """As other packages patch transformers' classes, here also after kernelize."""
+    model = served(kernel, "qwen3_next")
+    before, kind = in_use(model), type(gdn_of(model)).__mro__[2]
+    ours = getattr(submodule("layers"), kind.__name__).forward
+    monkeypatch.setattr(kind, "forward", ours)
+    for each in (model, random_model("qwen3_next")):
+        assert difference(in_use(each), before) < 1e-4
+
+
 class Sharded(nn.Parameter):
     """As a weight is that is sharded in a call."""
 

@@ -214,9 +214,13 @@ def _refuse_context(kwargs: dict) -> None:
 def _own_forward(layer, kwargs: dict) -> Optional[Callable]:
     """The forward of the layer's class, if that is served by kernelize; or if it or what it calls
     was patched since kernelize has looked at it, if it knows one of the keywords by another name,
-    or if the layer's weights are sharded in this call. A patch is meant to count."""
+    or if the layer's weights are sharded in this call. A patch is meant to count; where that is the
+    forward of ours, there is no other."""
     kind = type(layer)
-    if hasattr(kind, "served_as"):
+    own = next((base.__bases__[1] for base in kind.__mro__ if "served_as" in vars(base)), kind)
+    if getattr(getattr(own, "forward", None), "__module__", None) == __name__:
+        return None
+    if own is not kind:
         return kind.forward
     known = next((FORMS[base] for base in kind.__mro__ if base in FORMS), None)
     same = known is None or known.arguments.own.isdisjoint(kwargs) and known.pinned.unchanged(layer)
