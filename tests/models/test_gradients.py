@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import submodule
+from tiny_models import random_model
+from written import found_of_changed
 
 gradients = submodule("models.gradients")
 
@@ -97,3 +99,15 @@ def test_what_differs(monkeypatch):
     assert not compared(without) and not compared(lambda x: x.detach().sin())
     with pytest.raises(submodule("models.code").Refused, match="hook"):
         compared(hooked, hooked.__code__.co_names)
+
+
+@pytest.mark.parametrize("name", ["self.weight", "variance"])
+def test_a_norm_with_other_gradients(monkeypatch, name):
+    """The same numbers, of the weight or of the mean square without a gradient."""
+    pytest.importorskip("transformers")
+    norm = random_model("llama").model.norm
+    assert found_of_changed(monkeypatch, norm, "", "").reason is None
+    monkeypatch.undo()
+    old = {"self.weight": "self.weight *", "variance": "variance +"}[name]
+    finding = found_of_changed(monkeypatch, norm, old, old.replace(name, f"{name}.detach()"))
+    assert finding.reason == "its forward is another formula"
