@@ -5,8 +5,8 @@
 
 Random weights, bf16, greedy, as compare_generate.py has them, but for 512 tokens (256 in 32
 layers): what is not a token's, the capture of two graphs above all, is subtracted, and its spread
-is divided by their number. The turn that compiles is one of 128 tokens, after which drafts have
-rested once and come again, and --turns are timed.
+is divided by their number. A turn that compiles comes before those that are
+timed.
 Compares tokens without drafts with those of rounds of three drafts, which an oracle makes so that
 each is right at a rate of 0, .7 and 1, in turns; and the graph of four tokens with that of one.
 Random weights repeat no text, so drafts by lookup in a real text are another measurement, with a
@@ -35,7 +35,7 @@ ONE_B = {  # sizes of Llama 3.2 1B
     "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64,
     "tie_word_embeddings": True,
 }  # fmt: skip
-NEW, WARM, SOME = 512, 128, 160  # tokens: timed, of the first turn, where a graph alone is timed
+NEW, SOME = 512, 160  # tokens: timed, and where a graph alone is timed
 FEWER = {"llama32": 256}  # timed of a large model
 
 
@@ -77,9 +77,8 @@ def round_us(round, tokens: int) -> float:
 
 def timed(name: str, ways: Dict[str, Callable], options) -> dict:
     """A row of ways, which are functions of the number of new tokens."""
-    first = {each: partial(way, WARM) for each, way in ways.items()}
     ways = {each: partial(way, FEWER.get(name, NEW)) for each, way in ways.items()}
-    row = row_of(name, 1, in_turns(ways, options.wait_for, options.turns, first))
+    row = row_of(name, 1, in_turns(ways, options.wait_for, options.turns))
     return {**row, "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")}
 
 

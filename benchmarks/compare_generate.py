@@ -126,19 +126,17 @@ def token_us(way: Callable, batch: int, new: int = NEW, **options) -> float:
 
 
 def in_turns(
-    ways: Dict[str, Callable], begin: Optional[Path] = None, turns: Optional[int] = None,
-    first: Optional[Dict[str, Callable]] = None,
+    ways: Dict[str, Callable], begin: Optional[Path] = None, turns: Optional[int] = None
 ) -> Dict[str, List[float]]:  # fmt: skip
-    """What each way gives in each turn but the first, which compiles; first: the ways of that one,
-    where they differ. A capture collects garbage, which takes the longer the more objects there
-    are: those of before are left out of it."""
+    """What each way gives in each turn but the first, which compiles. A capture collects garbage,
+    which takes the longer the more objects there are: those of before are left out of it."""
     found: Dict[str, List[float]] = {name: [] for name in ways}
     for turn in range((turns or TURNS) + 1):
         if turn == 1:
             gc.collect()
             gc.freeze()
             wait_for(begin)
-        for name, way in (ways if turn or first is None else first).items():
+        for name, way in ways.items():
             found[name].append(way())
     gc.unfreeze()
     return {name: times[1:] for name, times in found.items()}

@@ -1,6 +1,6 @@
 """The gradient of Kimi Delta Attention: its time, its launches' times and its errors, beside FLA's.
 
-    python benchmarks/compare_kda_backward.py [--json FILE] [--seconds 100] [--configurations 2]
+    python benchmarks/compare_kda_backward.py [--json FILE] [--seconds 200] [--configurations 2]
 
 Head dim 128, bf16, l2norm in the call, gates -5 sigmoid(n) in fp32. FLA as compare_kda.py calls it;
 its guard against Triton 3.4.0 to 3.7.0 on Hopper is off, and of its autotuning every kernel gets so
@@ -8,7 +8,8 @@ many configurations. `backward` is the gradient alone, `both` with the forward b
 eager calls by the GPU's clock. Errors are relative to automatic differentiation of the recurrence
 in fp64, at 500 tokens and 4 heads for five kinds of gates, and for raw gates of both formulas.
 Those of A_log and dt_bias, sums of terms of either sign, are relative to the root of the sum of the
-terms' squares. Ours is measured first; what of FLA does not begin within --seconds is left out.
+terms' squares. Ours is measured first, in a minute and a half; what of
+FLA does not begin within --seconds is left out.
 """
 
 import time
