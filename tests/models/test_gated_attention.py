@@ -104,8 +104,8 @@ CHANGES = {  # of the forward: type, text, text in its place, whether it is serv
     "values scaled": ("mimo_v2_flash", "", "", True),
     "values scaled twice": ("mimo_v2_flash", "self.v_scale", "self.v_scale * 2", False),
     "keys scaled": (
-        "mimo_v2_flash", "cos, sin = position_embeddings",
-        "cos, sin = position_embeddings\n    key_states = key_states * self.v_scale", False,
+        "mimo_v2_flash", "if past_key_values is not None:",
+        "key_states = key_states * self.v_scale\n    if past_key_values is not None:", False,
     ),
 }  # fmt: skip
 

@@ -10,7 +10,7 @@ from interpreter import compiled
 
 pytest.importorskip("triton.experimental.gluon")
 from launching import started  # noqa: E402
-from test_host_calls import functions, hopper, once  # noqa: E402, F401
+from test_host_calls import forget_other_models, functions, hopper, once  # noqa: E402, F401
 
 pytestmark = compiled
 HALF, MORE = torch.bfloat16, 22  # functions of a new length beside those of a repeated one
@@ -68,8 +68,7 @@ def test_functions_of_a_token(hopper, batch, monkeypatch):  # noqa: F811
     from tiny_models import random_model
 
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
-    for kind in list(forms := submodule("layers.fp8.weights").FORMS):
-        monkeypatch.delitem(forms, kind)  # no model in FP8 was met
+    forget_other_models(monkeypatch)
     monkeypatch.setattr(submodule("layers.few_tokens"), "_makes_plans", lambda where: True)
     ids, mask = torch.ones(2, batch, 40, dtype=torch.long)
     mask[0, :2] = batch == 1

@@ -298,6 +298,13 @@ def launches(call) -> list:
     return found
 
 
+def forget_other_models(monkeypatch) -> None:
+    """No model in FP8 and no adapters were met by this process."""
+    for room in ("layers.fp8.weights", "layers.lora"):
+        for kind in list(forms := submodule(room).FORMS):
+            monkeypatch.delitem(forms, kind)
+
+
 def functions_of_a_layer(model, D: int, B: int = 1, rotary: float = 1.0, count=functions):
     """Those of a token of B sequences through the second layer of a kernelized model, on a static
     cache."""
@@ -327,8 +334,7 @@ def test_functions_of_a_decoder_layer(hopper, monkeypatch, name, most):
 
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
     model = random_model(name, **sizes).bfloat16()
-    for kind in list(forms := submodule("layers.fp8.weights").FORMS):
-        monkeypatch.delitem(forms, kind)  # no model in FP8 was met
+    forget_other_models(monkeypatch)
     hopper.kernelize(model)
     assert 50 < functions_of_a_layer(model, 64) <= most
 
