@@ -1,6 +1,7 @@
 """What two processes of one group find, on two GPUs by NCCL or on the CPU by gloo."""
 
 import datetime
+import gc
 import json
 import pickle
 import sys
@@ -57,7 +58,13 @@ def found_by(check: Callable, kind: str, folder: Path) -> list:
 def start(check: Callable, kind: str, folder: str) -> None:
     how = "spawn" if kind == "cuda" else "fork"
     args = (check, kind, folder)
-    torch.multiprocessing.start_processes(_process, args, nprocs=WORLD, start_method=how)
+    # a fork that collects a group of an earlier test would wait for threads that it has not
+    gc.collect()
+    gc.freeze()
+    try:
+        torch.multiprocessing.start_processes(_process, args, nprocs=WORLD, start_method=how)
+    finally:
+        gc.unfreeze()
 
 
 def in_shards(model, mesh, plan=None):
