@@ -204,6 +204,17 @@ def assert_same_gradients(out, ref, device: str):
         assert error <= limit, f"{name}: {error:.1e}"
 
 
+def assert_same_tokens(served, model, cache: str = None) -> None:
+    """Greedy tokens of generate behind padded prompts; cache: the implementation that is asked
+    for."""
+    ids, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.int64)
+    mask[0, :4] = 0  # padding
+    words = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+    if cache:
+        words.update(cache_implementation=cache, disable_compile=True)
+    assert torch.equal(served.generate(ids, **words), model.generate(ids, **words))
+
+
 def assert_same_padded_step(served, model):
     """Logits with and without padding at the left, and gradients of a training step, on a CPU."""
     ids, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.int64)

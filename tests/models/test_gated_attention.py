@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from conftest import submodule
-from tiny_models import BASE, assert_same_padded_step, randomise, tokens
+from tiny_models import BASE, assert_same_padded_step, assert_same_tokens, randomise, tokens
 from written import found_of_changed
 
 transformers = pytest.importorskip("transformers")
@@ -64,12 +64,7 @@ def test_logits_and_gradients(kernel, name):
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_tokens(kernel, name, cache):
     model, served = both(kernel, name)
-    ids, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.int64)
-    mask[0, :4] = 0  # padding
-    words = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
-    if cache:
-        words.update(cache_implementation=cache, disable_compile=True)
-    assert torch.equal(served.generate(ids, **words), model.generate(ids, **words))
+    assert_same_tokens(served, model, cache)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from tiny_models import assert_same_padded_step, randomise, tokens
+from tiny_models import assert_same_padded_step, assert_same_tokens, randomise, tokens
 from written import found_of_changed
 
 transformers = pytest.importorskip("transformers")
@@ -77,12 +77,7 @@ def test_logits_and_gradients(models):
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_tokens(models, cache):
     model, served, _ = models
-    ids, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.int64)
-    mask[0, :4] = 0  # padding
-    words = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
-    if cache:
-        words.update(cache_implementation=cache, disable_compile=True)
-    assert torch.equal(served.generate(ids, **words), model.generate(ids, **words))
+    assert_same_tokens(served, model, cache)
 
 
 def attention_of(form: str, layer: int):

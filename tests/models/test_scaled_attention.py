@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from tiny_models import BASE, assert_same_padded_step, randomise, tokens
+from tiny_models import BASE, assert_same_padded_step, assert_same_tokens, randomise, tokens
 from written import found_of_changed
 
 transformers = pytest.importorskip("transformers")
@@ -57,13 +57,8 @@ def test_logits_and_gradients(models):
 @every
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_tokens(models, cache):
-    ids, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.int64)
-    mask[0, :4] = 0  # padding
-    words = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
-    if cache:
-        words.update(cache_implementation=cache, disable_compile=True)
     model, served = models
-    assert torch.equal(served.generate(ids, **words), model.generate(ids, **words))
+    assert_same_tokens(served, model, cache)
 
 
 CHANGES = {  # of the forward: type, text, text in its place, whether it is served

@@ -91,9 +91,9 @@ def _may_serve(x: torch.Tensor) -> bool:
 def projections(
     x: torch.Tensor, linears: Sequence[nn.Module], call: Optional[Callable] = None
 ) -> Optional[List[torch.Tensor]]:
-    """linear(x) of each of several modules, of which some are served, or None if all must be
-    called. call(x, *modules): calls several modules, such as base layers."""
-    if not is_step(linears[0]) or not _may_serve(x) or not torch_unpatched():
+    """In a step (is_step) linear(x) of several modules, of which some are served, or None if all
+    must be called. call(x, *modules): calls several modules, such as base layers."""
+    if not _may_serve(x) or not torch_unpatched():
         return None
     parts = [parts_of(linear) for linear in linears]
     given, (x,) = x, autocast(x)  # PEFT's adapters are in autocast's dtype, ours still in fp32
@@ -133,7 +133,7 @@ def forward_of(own: type) -> Callable:
 
     @functools.wraps(call)
     def forward(self, x, *args, **kwargs):
-        if not args and not kwargs:
+        if not args and not kwargs and is_step(self):
             found = projections(x, (self,))
             if found is not None:
                 return found[0]
