@@ -24,7 +24,8 @@ FILES = [PAGE, "README.md", "CARD.md"]
 MARKS = ("<!-- numbers: python benchmarks/page.py -->", "<!-- end of numbers -->")
 TEXT = Path(__file__).with_suffix(".md")
 
-Summary = Tuple[str, str, str, str, str]  # what is shown, record, label of the case, ours, peer
+# what is shown, record, label of the case, ours, peer, label of the peer's case if it is another
+Summary = Tuple[str, ...]
 SUMMARY: List[Summary] = [
     ("Llama, 8 layers, training step of 4096 tokens", "whole_models_training",
      "Llama, 8 layers, training step of 4096, eager", "ours", "transformers"),
@@ -38,8 +39,9 @@ SUMMARY: List[Summary] = [
      "Llama, 8 layers, prompt of 8192 tokens in FP8", "ours", "transformers_fp8"),
     ("Qwen3.5, 16 layers, a token of `generate`, by CUDA graphs", "generate",
      "Qwen3.5, 16 layers, batch 1, a token", "ours", "compile"),
-    ("Llama, 8 layers, a token without CUDA graphs", "whole_models",
-     "Llama, 8 layers, token, batch 1, eager", "ours", "compile"),
+    ("Llama, 8 layers, a token of `generate` without CUDA graphs", "generate",
+     "Llama, 8 layers, batch 1, an eager token", "ours", "compile",
+     "Llama, 8 layers, batch 1, a token"),
     ("Gated DeltaNet, prompt of 2048 tokens, 16/64 heads", "gdn_chunk_flashinfer",
      "16/64 heads, 2048 tokens, slow gates", OURS["hopper"], "flashinfer"),
     ("Kimi Delta Attention, prompt of 8192 tokens, 64 heads (FLA: best of two configurations)",
@@ -85,10 +87,10 @@ def page() -> str:
 def summary() -> str:
     """At most eleven rows: what was timed, ours, one peer, the speed-up."""
     rows, machines = [], {}
-    for what, name, label, ours, peer in SUMMARY:
+    for what, name, label, ours, peer, *other in SUMMARY:
         record = load(name)
-        found, peer = case(record, label), title_of(peer, record)
-        a, b = found.ours[ours], found.peers[peer]
+        peer = title_of(peer, record)
+        a, b = case(record, label).ours[ours], case(record, *(other or [label])).peers[peer]
         # FLA serves Gated DeltaNet alone
         if peer.startswith("transformers with FLA") and "Qwen3.5" not in what:
             peer = f"transformers {record['versions']['transformers']}"
