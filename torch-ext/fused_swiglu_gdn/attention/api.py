@@ -17,23 +17,12 @@ from .ops import (
 
 
 def fused_qk_norm_rope(
-    q: Tensor,
-    k: Tensor,
-    cos: Optional[Tensor] = None,
-    sin: Optional[Tensor] = None,
-    *,
-    q_weight: Optional[Tensor] = None,
-    k_weight: Optional[Tensor] = None,
-    eps: float = 1e-6,
-    casting_mode: str = "llama",
-    offset: float = 0.0,
-    norm: str = "head",
-    interleaved: bool = False,
-    v: Optional[Tensor] = None,
-    key_cache: Optional[Tensor] = None,
-    value_cache: Optional[Tensor] = None,
-    cache_position: Optional[Tensor] = None,
-) -> Tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, cos: Optional[Tensor] = None, sin: Optional[Tensor] = None,
+    *, q_weight: Optional[Tensor] = None, k_weight: Optional[Tensor] = None, eps: float = 1e-6,
+    casting_mode: str = "llama", offset: float = 0.0, norm: str = "head", interleaved: bool = False,
+    v: Optional[Tensor] = None, key_cache: Optional[Tensor] = None,
+    value_cache: Optional[Tensor] = None, cache_position: Optional[Tensor] = None,
+) -> Tuple[Tensor, Tensor]:  # fmt: skip
     """RMSNorm and rotary embedding (arXiv:2104.09864) of queries and keys, and their cache write.
 
         n = x / sqrt(mean(x^2) + eps) * (offset + weight)    where a weight is given, else x
@@ -152,16 +141,11 @@ def attention_with_kvcache(
 
 
 def latent_attention_with_kvcache(
-    q: Tensor,
-    latents: Tensor,
-    rotated: Tensor,
-    weight: Tensor,
+    q: Tensor, latents: Tensor, rotated: Tensor, weight: Tensor,
     cache_seqlens: Optional[Tensor] = None,
-    *,
-    qk_nope_head_dim: int,
-    attention_mask: Optional[Tensor] = None,
+    *, qk_nope_head_dim: int, attention_mask: Optional[Tensor] = None,
     softmax_scale: Optional[float] = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Multi-head latent attention (arXiv:2405.04434) of a few tokens over a cache of latents.
 
         [k_nope | v] = weight latents    of each head, and k = [k_nope | rotated]
@@ -206,18 +190,11 @@ def latent_attention_with_kvcache(
 
 
 def fused_latent_norm_rope(
-    q: Tensor,
-    kv: Tensor,
-    weight: Tensor,
-    cos: Optional[Tensor] = None,
+    q: Tensor, kv: Tensor, weight: Tensor, cos: Optional[Tensor] = None,
     sin: Optional[Tensor] = None,
-    *,
-    eps: float = 1e-6,
-    rotary: str = "halves",
-    latent_cache: Optional[Tensor] = None,
-    rotated_cache: Optional[Tensor] = None,
-    cache_position: Optional[Tensor] = None,
-) -> Tuple[Tensor, Tensor]:
+    *, eps: float = 1e-6, rotary: str = "halves", latent_cache: Optional[Tensor] = None,
+    rotated_cache: Optional[Tensor] = None, cache_position: Optional[Tensor] = None,
+) -> Tuple[Tensor, Tensor]:  # fmt: skip
     """RMSNorm of latents, rotary embedding (arXiv:2104.09864) of queries and the shared key of
     latent attention (arXiv:2405.04434), and their cache write.
 

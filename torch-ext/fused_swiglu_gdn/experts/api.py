@@ -9,20 +9,11 @@ from .ops import EXPERTS
 
 
 def fused_experts(
-    x: Tensor,
-    w_gate_up: Tensor,
-    w_down: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    *,
-    b_gate_up: Optional[Tensor] = None,
-    b_down: Optional[Tensor] = None,
-    activation: str = "silu",
-    limit: Optional[float] = None,
-    interleaved: bool = False,
-    recompute: bool = False,
-    main_grad: bool = False,
-) -> Tensor:
+    x: Tensor, w_gate_up: Tensor, w_down: Tensor, top_k_index: Tensor, top_k_weights: Tensor,
+    *, b_gate_up: Optional[Tensor] = None, b_down: Optional[Tensor] = None,
+    activation: str = "silu", limit: Optional[float] = None, interleaved: bool = False,
+    recompute: bool = False, main_grad: bool = False,
+) -> Tensor:  # fmt: skip
     """The routed experts of a mixture of experts (arXiv:1701.06538), forward and backward.
 
         out[t] = sum_k w[t, k] (act(x[t] Wg[e]^T) * (x[t] Wu[e]^T)) Wd[e]^T,

@@ -9,18 +9,11 @@ from .ops_topk import TOPK
 
 
 def fused_topk(
-    logits: Tensor,
-    top_k: int,
-    *,
-    scoring: str = "softmax",
-    renormalize: bool = True,
-    bias: Optional[Tensor] = None,
-    scale: float = 1.0,
-    dtype: Optional[torch.dtype] = None,
-    n_group: int = 1,
-    topk_group: int = 1,
+    logits: Tensor, top_k: int,
+    *, scoring: str = "softmax", renormalize: bool = True, bias: Optional[Tensor] = None,
+    scale: float = 1.0, dtype: Optional[torch.dtype] = None, n_group: int = 1, topk_group: int = 1,
     group_score: str = "top2",
-) -> Tuple[Tensor, Tensor]:
+) -> Tuple[Tensor, Tensor]:  # fmt: skip
     """The experts of each token, and their weights, from a router's logits.
 
         s = softmax(logits) or sigmoid(logits), in fp32

@@ -14,32 +14,17 @@ from .ops_train import CHUNK, CHUNK_IN_POOL, cast
 
 
 def chunk_gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: Optional[float] = None,
-    initial_state: Optional[Tensor] = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    state_v_first: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: Optional[float] = None,
+    initial_state: Optional[Tensor] = None, output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False, state_v_first: bool = False,
     cu_seqlens: Optional[Tensor] = None,
-    *,
-    use_gate_in_kernel: bool = False,
-    A_log: Optional[Tensor] = None,
-    dt_bias: Optional[Tensor] = None,
-    state_indices: Optional[Tensor] = None,
-    has_initial_state: Optional[Tensor] = None,
-    inplace_final_state: bool = True,
-    state_dtype: Optional[torch.dtype] = None,
-    checkpoint_every: int = 0,
-    chunk_size: int = 64,
-    recompute: bool = True,
-    cp_context=None,
-):
+    *, use_gate_in_kernel: bool = False, A_log: Optional[Tensor] = None,
+    dt_bias: Optional[Tensor] = None, state_indices: Optional[Tensor] = None,
+    has_initial_state: Optional[Tensor] = None, inplace_final_state: bool = True,
+    state_dtype: Optional[torch.dtype] = None, checkpoint_every: int = 0, chunk_size: int = 64,
+    recompute: bool = True, cp_context=None,
+):  # fmt: skip
     """The gated delta rule (https://arxiv.org/abs/2412.06464) in chunks of 64 tokens.
 
         S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T
@@ -153,31 +138,18 @@ def _checked(tensors: tuple, options: tuple, settings: tuple, written: bool = Tr
 
 
 def fused_recurrent_gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Optional[Tensor] = None,
-    beta: Optional[Tensor] = None,
-    scale: Optional[float] = None,
-    initial_state: Optional[Tensor] = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool = False,
-    A_log: Optional[Tensor] = None,
-    dt_bias: Optional[Tensor] = None,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    state_v_first: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, g: Optional[Tensor] = None, beta: Optional[Tensor] = None,
+    scale: Optional[float] = None, initial_state: Optional[Tensor] = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False, A_log: Optional[Tensor] = None,
+    dt_bias: Optional[Tensor] = None, use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False, state_v_first: bool = False,
     cu_seqlens: Optional[Tensor] = None,
-    *,
-    state_indices: Optional[Tensor] = None,
-    output_state_indices: Optional[Tensor] = None,
-    inplace_final_state: bool = False,
-    output_all_states: bool = False,
-    num_accepted_tokens: Optional[Tensor] = None,
-    null_index: int = -1,
+    *, state_indices: Optional[Tensor] = None, output_state_indices: Optional[Tensor] = None,
+    inplace_final_state: bool = False, output_all_states: bool = False,
+    num_accepted_tokens: Optional[Tensor] = None, null_index: int = -1,
     out: Optional[Tensor] = None,
-) -> Tuple[Tensor, Optional[Tensor]]:
+) -> Tuple[Tensor, Optional[Tensor]]:  # fmt: skip
     """The gated delta rule token by token: for decoding, one or a few tokens a sequence.
 
     The recurrence, shapes and options are those of chunk_gated_delta_rule; in addition

@@ -10,17 +10,10 @@ from .api import chunk_gated_delta_rule
 
 
 def chunk_gated_delta_rule_opt(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: Optional[float] = None,
-    initial_state: Optional[Tensor] = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Optional[Tensor] = None,
-) -> Tuple[Tensor, Optional[Tensor]]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: Optional[float] = None,
+    initial_state: Optional[Tensor] = None, output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Optional[Tensor] = None,
+) -> Tuple[Tensor, Optional[Tensor]]:  # fmt: skip
     """chunk_gated_delta_rule with aiter's interface: forward only, states [N, HV, K, V].
 
     Args, Returns: as chunk_gated_delta_rule.
@@ -46,30 +39,16 @@ def chunk_gated_delta_rule_opt(
 
 
 def chunk_gated_delta_rule_opt_vk(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Optional[Tensor] = None,
-    g: Optional[Tensor] = None,
-    beta: Optional[Tensor] = None,
-    scale: Optional[float] = None,
-    initial_state: Optional[Tensor] = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Optional[Tensor] = None,
-    use_chunk_hip: bool = False,
-    use_chunk_flydsl: bool = False,
-    use_prepare_flydsl: bool = False,
-    state_dtype: Optional[torch.dtype] = None,
-    use_exp2: bool = True,
-    num_decodes: int = 0,
-    num_decode_tokens: int = 0,
-    seq_lens_cpu: Optional[Tensor] = None,
-    prefill_metadata: Optional[object] = None,
-    initial_state_indices: Optional[Tensor] = None,
-    inplace_final_state: Optional[bool] = None,
-    snapshot_dtype: Optional[torch.dtype] = None,
-) -> Tuple[Tensor, Optional[Tensor]]:
+    q: Tensor, k: Tensor, v: Tensor, o: Optional[Tensor] = None, g: Optional[Tensor] = None,
+    beta: Optional[Tensor] = None, scale: Optional[float] = None,
+    initial_state: Optional[Tensor] = None, output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Optional[Tensor] = None,
+    use_chunk_hip: bool = False, use_chunk_flydsl: bool = False, use_prepare_flydsl: bool = False,
+    state_dtype: Optional[torch.dtype] = None, use_exp2: bool = True, num_decodes: int = 0,
+    num_decode_tokens: int = 0, seq_lens_cpu: Optional[Tensor] = None,
+    prefill_metadata: Optional[object] = None, initial_state_indices: Optional[Tensor] = None,
+    inplace_final_state: Optional[bool] = None, snapshot_dtype: Optional[torch.dtype] = None,
+) -> Tuple[Tensor, Optional[Tensor]]:  # fmt: skip
     """chunk_gated_delta_rule with aiter's interface: forward only, states [N, HV, V, K].
 
     Note the order: `o` comes before `g`. Arguments not listed are as in chunk_gated_delta_rule.

@@ -52,27 +52,14 @@ def make_ring(
 
 
 def replay_gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor,
-    ring: Ring,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor, ring: Ring,
     cursor: Tensor,
-    *,
-    scale: Optional[float] = None,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool = False,
-    A_log: Optional[Tensor] = None,
-    dt_bias: Optional[Tensor] = None,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    state_indices: Optional[Tensor] = None,
-    force_flush: Optional[Tensor] = None,
-    null_index: int = -1,
-    out: Optional[Tensor] = None,
-) -> Tensor:
+    *, scale: Optional[float] = None, use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False, A_log: Optional[Tensor] = None,
+    dt_bias: Optional[Tensor] = None, use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False, state_indices: Optional[Tensor] = None,
+    force_flush: Optional[Tensor] = None, null_index: int = -1, out: Optional[Tensor] = None,
+) -> Tensor:  # fmt: skip
     """The gated delta rule (arXiv:2412.06464) for one token, or a few drafts, with deferred state
     write-back.
 

@@ -12,17 +12,10 @@ from .ops import CONVOLUTION, CONVOLUTION_UPDATE, GATED_NORM
 
 
 def causal_conv1d_fn(
-    x: Tensor,
-    weight: Tensor,
-    bias: Optional[Tensor] = None,
-    activation: Optional[str] = None,
-    *,
-    seq_idx: Optional[Tensor] = None,
-    cu_seqlens: Optional[Tensor] = None,
-    initial_states: Optional[Tensor] = None,
-    return_final_states: bool = False,
-    cp_context=None,
-) -> Union[Tensor, Tuple[Tensor, Tensor]]:
+    x: Tensor, weight: Tensor, bias: Optional[Tensor] = None, activation: Optional[str] = None,
+    *, seq_idx: Optional[Tensor] = None, cu_seqlens: Optional[Tensor] = None,
+    initial_states: Optional[Tensor] = None, return_final_states: bool = False, cp_context=None,
+) -> Union[Tensor, Tuple[Tensor, Tensor]]:  # fmt: skip
     """Depthwise causal convolution: y_t = act(bias + sum_w weight[:, w] * x_{t - W + 1 + w}).
 
     The interface of the causal-conv1d package (Dao-AILab), and of transformers.
@@ -64,18 +57,11 @@ def causal_conv1d_fn(
 
 
 def causal_conv1d_update(
-    x: Tensor,
-    conv_state: Tensor,
-    weight: Tensor,
-    bias: Optional[Tensor] = None,
+    x: Tensor, conv_state: Tensor, weight: Tensor, bias: Optional[Tensor] = None,
     activation: Optional[str] = None,
-    *,
-    conv_state_indices: Optional[Tensor] = None,
-    num_accepted_tokens: Optional[Tensor] = None,
-    cu_seqlens: Optional[Tensor] = None,
-    null_index: int = -1,
-    out: Optional[Tensor] = None,
-) -> Tensor:
+    *, conv_state_indices: Optional[Tensor] = None, num_accepted_tokens: Optional[Tensor] = None,
+    cu_seqlens: Optional[Tensor] = None, null_index: int = -1, out: Optional[Tensor] = None,
+) -> Tensor:  # fmt: skip
     """The next tokens of causal_conv1d_fn, with the inputs before them in `conv_state`.
 
     The interface of the causal-conv1d package (Dao-AILab), and of vLLM.

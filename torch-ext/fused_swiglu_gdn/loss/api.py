@@ -23,18 +23,10 @@ def _in_rows(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], target: Ten
 
 
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Optional[Tensor] = None,
-    *,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    temperature: float = 1.0,
-    softcap: Optional[float] = None,
-) -> Tensor:
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Optional[Tensor] = None,
+    *, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0,
+    z_loss: float = 0.0, temperature: float = 1.0, softcap: Optional[float] = None,
+) -> Tensor:  # fmt: skip
     """The cross entropy of hidden @ weight.T + bias and target, without logits in between.
 
         z = (hidden @ weight.T + bias) / temperature, then softcap * tanh(z / softcap)
@@ -89,16 +81,10 @@ def linear_cross_entropy(
 
 
 def token_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Optional[Tensor] = None,
-    *,
-    ignore_index: int = -100,
-    temperature: float = 1.0,
-    softcap: Optional[float] = None,
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Optional[Tensor] = None,
+    *, ignore_index: int = -100, temperature: float = 1.0, softcap: Optional[float] = None,
     entropy: bool = False,
-) -> Union[Tensor, Tuple[Tensor, Tensor]]:
+) -> Union[Tensor, Tuple[Tensor, Tensor]]:  # fmt: skip
     """The log-probability of each target and the entropy of its distribution, without logits.
 
         z = (hidden @ weight.T + bias) / temperature, then softcap * tanh(z / softcap)

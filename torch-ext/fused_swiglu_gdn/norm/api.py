@@ -87,15 +87,10 @@ RMS_NORM.register_gradient(_save, _backward, GRADIENT, "rms_norm")
 
 
 def rms_norm(
-    x: Tensor,
-    weight: Optional[Tensor] = None,
-    eps: float = 1e-6,
-    *,
-    casting_mode: str = "llama",
-    offset: float = 0.0,
-    residual: Optional[Tensor] = None,
+    x: Tensor, weight: Optional[Tensor] = None, eps: float = 1e-6,
+    *, casting_mode: str = "llama", offset: float = 0.0, residual: Optional[Tensor] = None,
     after: bool = False,
-) -> Union[Tensor, Tuple[Tensor, Tensor]]:
+) -> Union[Tensor, Tuple[Tensor, Tensor]]:  # fmt: skip
     """weight * x / sqrt(mean(x ** 2) + eps): RMSNorm (arXiv:1910.07467) over the last dimension.
 
     The computation is in fp32, rounded where transformers' models round:

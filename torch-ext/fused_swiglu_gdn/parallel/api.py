@@ -14,15 +14,10 @@ from .layouts import fragments_of
 
 
 def build_cp_context(
-    cu_seqlens: Union[Tensor, Sequence[int]],
-    group=None,
-    conv1d_kernel_size: Optional[int] = None,
-    cu_seqlens_cpu: Optional[Tensor] = None,
-    use_tf32x3_affine_chain: Optional[bool] = None,
-    *,
-    layout: Union[str, Sequence] = "contiguous",
-    batch_size: int = 1,
-) -> CpContext:
+    cu_seqlens: Union[Tensor, Sequence[int]], group=None, conv1d_kernel_size: Optional[int] = None,
+    cu_seqlens_cpu: Optional[Tensor] = None, use_tf32x3_affine_chain: Optional[bool] = None,
+    *, layout: Union[str, Sequence] = "contiguous", batch_size: int = 1,
+) -> CpContext:  # fmt: skip
     """Describes which tokens of a batch each rank holds (docs/parallel.md).
 
     The result is `cp_context=` of chunk_gated_delta_rule and causal_conv1d_fn, and is built once a

@@ -51,18 +51,10 @@ def fused_swiglu(
 
 
 def fused_swiglu_mlp(
-    x: Tensor,
-    w_gate: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    b_gate: Optional[Tensor] = None,
-    b_up: Optional[Tensor] = None,
-    b_down: Optional[Tensor] = None,
-    *,
-    activation: str = "silu",
-    recompute: bool = False,
-    main_grad: bool = False,
-) -> Tensor:
+    x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, b_gate: Optional[Tensor] = None,
+    b_up: Optional[Tensor] = None, b_down: Optional[Tensor] = None,
+    *, activation: str = "silu", recompute: bool = False, main_grad: bool = False,
+) -> Tensor:  # fmt: skip
     """The Llama MLP: fused_swiglu(x, w_gate, w_up, b_gate, b_up) @ w_down.T + b_down.
 
     Args:
