@@ -140,7 +140,7 @@ def test_another_formula_is_told_by_the_trial(kernel, family, name):
     forms.helpers_copied(unit)
     FORMULAS[name]({function.name: function for function in unit.before}, unit.forward)
     (row,) = kernel.kernelize(made(unit)).rows[:1]
-    assert "gives other values on a small twin" in row.reason
+    assert "gives other values on a small copy of it" in row.reason
 
 
 def test_an_index_by_another_name(kernel):

@@ -51,7 +51,7 @@ def test_words_of_functions_inside_of_a_forward(kernel, family, kind):
     "family, trap, expected",
     [
         ("qwen3_next", "dtype_check_that_scales",
-         ("left", "its forward gives other values on a small twin")),
+         ("left", "its forward gives other values on a small copy of it")),
         ("qwen3_5", "old_keyword_without_decorator", ("served", "")),
         ("olmo_hybrid", "old_keyword_without_decorator", ("served", "")),
     ],

@@ -53,7 +53,7 @@ WIDE = [Case(2, 3, dtype=t, of_tables=torch.float32) for t in (torch.bfloat16, t
 class Run(NamedTuple):
     """Inputs, intermediate calls and outputs of a run of the class's forward."""
 
-    twin: nn.Module
+    probe: nn.Module
     x: torch.Tensor
     tables: Optional[tuple]
     given: dict
@@ -255,7 +255,7 @@ class Learning(Trial):
             for n, table in enumerate(run.tables or ()):
                 if value is table:
                     return Word(name, "table", n)
-            for parameter, own in run.twin._parameters.items():
+            for parameter, own in run.probe._parameters.items():
                 if value is own:
                     return Word(name, "parameter", parameter)
         raise Refused(f"it hands on {name or 'a value'}, and nobody knows where it comes from")

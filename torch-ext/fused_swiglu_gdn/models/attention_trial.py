@@ -35,9 +35,9 @@ from .stand_ins import (
     features,
     is_identity,
     numbers,
+    probe_of,
     quiet,
     random,
-    twin_of,
 )
 from .trial import alike, called, form_key, refuse_odd_module, sizes_of, together, toggles
 
@@ -218,7 +218,7 @@ class AttentionTrial(Learning):
         own = {n: p.to(dtype) for n, p in self.own}
         values = {**self.values, **(values or {}), "training": case.training}
         attributes = attributes_of(self.module, self.facts.reads, values, self.seen)
-        twin = twin_of(self.module, self.kind, self.parts, own, **attributes)
+        probe = probe_of(self.module, self.kind, self.parts, own, **attributes)
         shape = case.B, case.T, self.width
         x = numbers(*shape, values=case.values, seed=1, dtype=dtype)
         before, self.log = [x, *self.tables_of(case)], []
@@ -228,13 +228,13 @@ class AttentionTrial(Learning):
         rest = self.unknown_words(case.words)
         self.interface = interface = Interface(log)
         with KeepsFp64() if self.has_float and dtype is F64 else contextlib.nullcontext():
-            result = called(self.facts, twin, given, rest, case.by_position)
+            result = called(self.facts, probe, given, rest, case.by_position)
         self.log = []  # whoever calls a part now is no forward
         if not all(map(torch.equal, made, before)):
             raise Refused("its forward writes to its input")
         if len(interface.calls) != 1 or len(interface.asked) != 1:
             raise Refused("it does not call one attention function, by its configuration")
-        return Run(twin, x, tables, given, rest, interface, log, result)
+        return Run(probe, x, tables, given, rest, interface, log, result)
 
     def tables_of(self, case: Case) -> List[torch.Tensor]:
         """cos and sin [B or 1, T, R], or without a batch; none where none are given."""
@@ -314,7 +314,7 @@ class AttentionTrial(Learning):
         given = {n: v.again() if type(v) in (Cache, Store) else v for n, v in run.given.items()}
         self.log = log = []
         self.interface = Interface(log)
-        result = ours.served(run.twin, run.x, given, run.rest)
+        result = ours.served(run.probe, run.x, given, run.rest)
         mine = run._replace(given=given, interface=self.interface, log=log, result=result)
         self.log = []
         if result is None or not alike(_done(mine, self.projections), _done(run, self.projections)):
@@ -326,11 +326,9 @@ def _done(run: Run, projections: frozenset) -> tuple:
     ((module, *heads, mask, keywords, _),) = run.interface.calls
     updates = {n: v.calls for n, v in run.given.items() if type(v) in (Cache, Store)}
     calls = filter(None, run.log)
-    rows = [(name, _by_rows(x, *run.x.shape[:2])) for name, x, _ in calls if name in projections]
-    products = {name: x.flatten(0, -2) for name, x in rows}
+    products, (B, T, _) = {}, run.x.shape
+    for name, x, _ in calls:
+        if name in projections:  # by rows of tokens, where it is given tokens of rows (MLCD)
+            turned = B != T and x.shape[:2] == (T, B)
+            products[name] = (x.transpose(0, 1) if turned else x).flatten(0, -2)
     return run.interface.asked, module, heads, mask, keywords, updates, products, run.result
-
-
-def _by_rows(x: torch.Tensor, B: int, T: int) -> torch.Tensor:
-    """The input of a projection by rows of tokens, where it is given tokens of rows (MLCD)."""
-    return x.transpose(0, 1) if B != T and x.shape[:2] == (T, B) else x

@@ -148,7 +148,7 @@ class Copies:
 class DeltaTrial(Trial):
     """Runs of a class's forward, and of ours on the same parts.
 
-    A kind of layer has the `width` of its hidden states; `twin(dtype, training, index)`, the probe
+    A kind of layer has the `width` of its hidden states; `probe(dtype, training, index)`, the probe
     module of its class; `ours(roles, dtype, index)`, our layer as a function of hidden states,
     cache, mask and more; and `confirmed(roles)`: ours gives the same with other sizes, too.
     """
@@ -176,7 +176,7 @@ class DeltaTrial(Trial):
 
     def theirs(self, dtype, training: bool, index: int) -> Callable:
         """(hidden states, cache, mask, more) -> the output of the class's forward."""
-        twin = self.twin(dtype, training, index)
+        probe = self.probe(dtype, training, index)
 
         def call(x, cache=None, mask=None, **more):
             roles = {self.hidden: x, self.cache: cache, self.mask: mask}
@@ -185,7 +185,7 @@ class DeltaTrial(Trial):
             given.update({n: more.pop(n) for n in self.takes.intersection(more)})
             rest = {WORD: 1, **more} if self.facts.signature.more else {}
             with self.mode, torch.set_grad_enabled(training):
-                return called(self.facts, twin, given, rest, forward=self.copies.forward)
+                return called(self.facts, probe, given, rest, forward=self.copies.forward)
 
         return call
 
@@ -269,7 +269,7 @@ class DeltaTrial(Trial):
             every = (r for r in candidates if all(self.agree(r, run, expected) for run in runs))
             roles = next(every, None)
             if roles is None or not self.confirmed(roles):
-                raise Refused("its forward gives other values on a small twin")
+                raise Refused("its forward gives other values on a small copy of it")
         known, packed = self.arguments(), frozenset(PACKED)
         unknown = {*CACHE_NAMES, "hidden_states", "attention_mask"} - known.names
         known = known._replace(own=known.own - packed | unknown, names=known.names - packed)

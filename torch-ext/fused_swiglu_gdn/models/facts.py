@@ -74,10 +74,21 @@ class Facts:
         # numbers that may be the rate of a dropout
         numbers = [n for n, v in found.items() if type(v) is float and "." not in n]
         self.rates = frozenset(numbers if "dropout" in self.names else ())
+        # training and evaluation, where the code names them, or drops values out in one of them
+        both = {"training", "dropout"} & self.names
+        self.modes = (False, True) if both else (module.training,)
 
     def values_but(self, *names: str) -> dict:
         """`values` of other paths than these."""
         return {path: value for path, value in self.values.items() if path not in names}
+
+    def only_argument(self) -> str:
+        """The name of the one argument that the forward has to be given."""
+        known = self.signature
+        needed = [name for name in known.names if name not in known.defaults]
+        if len(needed) != 1 or list(known.positional[:1]) != needed:
+            raise Refused("its forward takes other arguments than one tensor")
+        return needed[0]
 
 
 def is_absent(module: nn.Module, name: str) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 from .. import layers
 from .delta_trial import EPS, DeltaTrial, Found, Packing
 from .handed import attributes_of
-from .stand_ins import Part, random, twin_of
+from .stand_ins import Part, probe_of, random
 
 
 class Roles(NamedTuple):
@@ -40,7 +40,7 @@ class _Trial(DeltaTrial):
         sizes = {name for name, value in facts.values.items() if type(value) is int}
         self.small = sizes <= {*dict(roles.values), roles.index}
 
-    # -- stand-ins
+    # -- stubs
 
     @property
     def width(self) -> int:
@@ -75,13 +75,13 @@ class _Trial(DeltaTrial):
             made[name] = random(heads, seed=11 + i).to(dtype)
         return made
 
-    def twin(self, dtype, training: bool, index: int) -> nn.Module:
+    def probe(self, dtype, training: bool, index: int) -> nn.Module:
         parts = self.parts(dtype)
         own = {n: parts.pop(n) for n in self.module._parameters if n in parts}
         sizes = {n: v for n, v in self.values(self.roles).items() if n in self.module.__dict__}
         values = {**sizes, self.roles.index: index, "training": training}
         attributes = attributes_of(self.module, (), values, set())
-        return twin_of(self.module, self.copies.kind, parts, own, **attributes)
+        return probe_of(self.module, self.copies.kind, parts, own, **attributes)
 
     def ours(self, roles: Roles, dtype, index: int):
         parts = self.parts(dtype)

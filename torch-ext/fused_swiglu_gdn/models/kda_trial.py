@@ -18,7 +18,7 @@ from .code import Refused
 from .delta_trial import EPS, VALUES, Copies, DeltaTrial, Found, Packing, ReadsNoValues
 from .facts import Facts
 from .handed import attributes_of
-from .stand_ins import Part, random, twin_of
+from .stand_ins import Part, probe_of, random
 
 # gates on both sides of what they bend at, and one whose exponential fp32 has not
 BIASES = (-30.0, 100.0, 0.5, 25.0, -1.0, 2.0, 14.0, -8.0)
@@ -169,7 +169,7 @@ class _Trial(DeltaTrial):
     def width(self) -> int:
         return self.small(self.layout.hidden)
 
-    # -- stand-ins
+    # -- stubs
 
     def owner_of(self, path: str) -> str:
         """The part that has the attribute at a path."""
@@ -216,19 +216,19 @@ class _Trial(DeltaTrial):
             made[path] = x.to(dtype)
         return made
 
-    def twin(self, dtype, training: bool, index: int) -> nn.Module:
+    def probe(self, dtype, training: bool, index: int) -> nn.Module:
         for log in (self.log, self.norms, self.copies.log):
             log.clear()
-        return self.probe("", self.stubs(dtype), training, self.attributes(index))
+        return self.part("", self.stubs(dtype), training, self.attributes(index))
 
-    def probe(self, path: str, stubs: dict, training: bool, attributes: dict) -> nn.Module:
+    def part(self, path: str, stubs: dict, training: bool, attributes: dict) -> nn.Module:
         """The probe module of the layer or of a part."""
         each = self.inner[path]
         parts, own = {}, {}
         for name in each.module._modules:
             below = each.below(name)
             if below in self.inner:
-                parts[name] = self.probe(below, stubs, training, attributes)
+                parts[name] = self.part(below, stubs, training, attributes)
             elif below in stubs:
                 parts[name] = stubs[below]
         for name in each.module._parameters:
@@ -237,14 +237,14 @@ class _Trial(DeltaTrial):
         start = len(path) + 1 if path else 0
         mine = {p[start:]: v for p, v in attributes.items() if self.owner_of(p) == path}
         mine = attributes_of(each.module, (), {**mine, "training": training}, set())
-        return twin_of(each.module, self.copied[path].kind, parts, own, **mine)
+        return probe_of(each.module, self.copied[path].kind, parts, own, **mine)
 
     def ours(self, roles: Roles, dtype, index: int) -> Callable:
-        twin = self.twin(dtype, False, index)
+        probe = self.probe(dtype, False, index)
         bound = None if roles.bound is None else self.bound
 
         def forward(x, cache=None, mask=None, cu_seq_lens_q=None):
-            return kda.kimi_delta_attention(twin, roles, x, cache, mask, cu_seq_lens_q, bound)
+            return kda.kimi_delta_attention(probe, roles, x, cache, mask, cu_seq_lens_q, bound)
 
         return forward
 

@@ -1,7 +1,8 @@
 """Recognises the Kimi Delta Attention layers that layers/kda.py computes.
 
 The forwards of its class, and of the parts that have parts of their own, as a forget gate's, give
-what ours gives on a small twin. The role of each part follows from what the forward does with it.
+what ours gives on a small copy of the layer. The role of each part follows from what the forward
+does with it.
 """
 
 import collections

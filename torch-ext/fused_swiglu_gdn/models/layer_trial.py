@@ -19,14 +19,13 @@ from .gated_delta_net import is_gated_delta_net
 from .handed import attributes_of
 from .norm_trial import norm_in
 from .serving import own_class
-from .stand_ins import F64, FREE, SIZES, Block, is_identity, random, same, twin_of
+from .stand_ins import F64, FREE, SIZES, Block, is_identity, probe_of, random, same
 from .trial import (
     Trial,
     alike,
     called,
     form_key,
     inputs_of,
-    modes_of,
     refuse_odd_module,
     remembered,
     together,
@@ -101,7 +100,7 @@ class Run(NamedTuple):
     """The record of a run of a layer's forward: what it was given, what its parts were given, and
     what it gave."""
 
-    twin: nn.Module
+    probe: nn.Module
     x: torch.Tensor
     given: dict
     rest: dict  # keywords for which the forward has no name
@@ -156,7 +155,7 @@ class _Trial(Trial):
 
     def further(self) -> Iterator[dict]:
         """The arguments of further runs: each input and mode, with other arguments left out."""
-        modes, inputs = modes_of(self.module, self.facts), inputs_of(self.facts, DTYPES, 4, (3,))
+        modes, inputs = self.facts.modes, inputs_of(self.facts, DTYPES, 4, (3,))
         ways = list(itertools.product(modes, inputs))
         left_out = toggles(self.others(self.factor))
         for i, (absent, (training, x)) in enumerate(together(left_out, ways)):
@@ -183,12 +182,12 @@ class _Trial(Trial):
         roles = {self.hidden: x, self.factor: factor}
         given, rest = self.given(roles, absent), self.unknown_words(words)
         attributes = attributes_of(self.module, self.facts.reads, attributes, self.seen)
-        twin = twin_of(self.module, self.kind, self.parts, **attributes)
-        twin.__dict__["_buffers"] = self.buffers
-        out = called(self.facts, twin, given, rest, by_position)
+        probe = probe_of(self.module, self.kind, self.parts, **attributes)
+        probe.__dict__["_buffers"] = self.buffers
+        out = called(self.facts, probe, given, rest, by_position)
         if not torch.equal(x, before):
             raise Refused("its forward writes to its input")
-        return Run(twin, x, given, rest, log, out)
+        return Run(probe, x, given, rest, log, out)
 
     def call(self, name: str, run: Run) -> Call:
         """Returns where a part's arguments come from."""
@@ -215,7 +214,7 @@ class _Trial(Trial):
     def agrees(self, ours: Decoder, run: Run) -> bool:
         """Our layer gives its parts what the class's forward has given them, and gives the same."""
         log = self.begin()
-        out = ours.served(run.twin, run.x, run.given, run.rest)
+        out = ours.served(run.probe, run.x, run.given, run.rest)
         return alike((log, out), (run.log, run.out))
 
 

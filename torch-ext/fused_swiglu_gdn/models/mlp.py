@@ -24,14 +24,12 @@ from .code import Refused
 from .facts import BY_DTYPE, Facts, read
 from .gradients import same_gradients
 from .serving import own_class
-from .stand_ins import features, random, result_of, twin_of
+from .stand_ins import features, probe_of, random, result_of
 from .trial import (
     ANOTHER,
     MOST_NUMBERS,
     form_key,
     inputs_of,
-    modes_of,
-    only_argument,
     refuse_odd_module,
     remembered,
     why_another,
@@ -112,7 +110,7 @@ def _find(module: nn.Module, kind: type, facts: Facts) -> Tuple[str, Roles]:
     if why_patched() is not None:
         raise Refused(why_patched())
     refuse_odd_module(module, kind, facts, (*facts.parts, *facts.rates, "training"), "__call__")
-    argument, reasons = only_argument(facts), []
+    argument, reasons = facts.only_argument(), []
     for roles in _candidates(module, facts):
         reason = _why_another_formula(module, kind, facts, roles)
         if reason is None:
@@ -174,14 +172,14 @@ def _why_another_formula(module, kind, facts: Facts, roles: Roles) -> Optional[s
                 if reason is not None:
                     return reason
     x = runs[0][0].float()
-    twin = _twin(module, kind, facts, roles, x, 4)
+    probe = _probe(module, kind, facts, roles, x, 4)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):  # results have its dtype
-        reason = why_another(facts.forward, twin, x, _formula(twin, roles, x), ROUNDINGS)
+        reason = why_another(facts.forward, probe, x, _formula(probe, roles, x), ROUNDINGS)
         if reason is not None:
             return reason
     x = random(7, 6, seed=20)
-    twin = _twin(module, kind, facts, roles, x, 4, training=True)
-    given = (lambda x: [_formula(twin, roles, x)], lambda x: [result_of(facts.forward, twin, x)])
+    probe = _probe(module, kind, facts, roles, x, 4, training=True)
+    given = (lambda x: [_formula(probe, roles, x)], lambda x: [result_of(facts.forward, probe, x)])
     same = same_gradients(facts, [x], *given)
     return None if same else "its gradients are those of another formula"
 
@@ -203,23 +201,23 @@ def _inputs(module, facts: Facts, roles: Roles) -> Iterator[Tuple[torch.Tensor, 
 
 def _why_not(module, kind, facts, roles: Roles, x: torch.Tensor, N: int) -> Optional[str]:
     """The same of one input, in each mode."""
-    twin = _twin(module, kind, facts, roles, x, N)
-    expected = _formula(twin, roles, x)
+    probe = _probe(module, kind, facts, roles, x, N)
+    expected = _formula(probe, roles, x)
     if not torch.isfinite(expected).all():
         return None  # two orders of sums may differ there
     rates = (0.0, 0.5) if roles.rates else (0.0,)
-    for training, rate in itertools.product(modes_of(module, facts), rates):
+    for training, rate in itertools.product(facts.modes, rates):
         if training and rate:
             continue  # it drops values out, and is called
-        twin.__dict__.update(dict.fromkeys(roles.rates, rate), training=training)
-        reason = why_another(facts.forward, twin, x, expected, ROUNDINGS)
+        probe.__dict__.update(dict.fromkeys(roles.rates, rate), training=training)
+        reason = why_another(facts.forward, probe, x, expected, ROUNDINGS)
         if reason is not None:
             # sizes that do not fit: the parts are other ones
             return ANOTHER if "raises RuntimeError" in reason else reason
     return None
 
 
-def _twin(module, kind, facts, roles: Roles, x: torch.Tensor, N: int, **more) -> nn.Module:
+def _probe(module, kind, facts, roles: Roles, x: torch.Tensor, N: int, **more) -> nn.Module:
     """A probe module of this hidden width for an input."""
     K, direct, products = x.shape[-1], _read_directly(module, facts), []
     halves = (roles.gate, roles.gate if roles.up is None else roles.up)
@@ -236,11 +234,11 @@ def _twin(module, kind, facts, roles: Roles, x: torch.Tensor, N: int, **more) ->
     else:
         parts.update({roles.gate: gate, roles.up: up})
     more.update({} if roles.act is None else {roles.act: MARK})
-    return twin_of(module, kind, parts, **dict.fromkeys(roles.rates, 0.0), **more)
+    return probe_of(module, kind, parts, **dict.fromkeys(roles.rates, 0.0), **more)
 
 
-def _formula(twin: nn.Module, roles: Roles, x: torch.Tensor) -> torch.Tensor:
-    parts, joined = twin._modules, roles.up is None
+def _formula(probe: nn.Module, roles: Roles, x: torch.Tensor) -> torch.Tensor:
+    parts, joined = probe._modules, roles.up is None
     act = MARK if roles.act is not None else ACTIVATIONS[roles.function]
     if joined:  # the same product as the forward's: the bits may depend on its size
         g, u = parts[roles.gate](x).chunk(2, dim=-1)

@@ -33,17 +33,8 @@ from .code import Refused
 from .facts import Facts, read
 from .router_trial import DTYPES, Choice, find_choice, shapes_of, weight_among
 from .serving import own_class, why_not_on
-from .stand_ins import F64, features, random, twin_of
-from .trial import (
-    ANOTHER,
-    form_key,
-    inputs_of,
-    modes_of,
-    only_argument,
-    refuse_odd_module,
-    remembered,
-    why_another,
-)
+from .stand_ins import F64, features, probe_of, random
+from .trial import ANOTHER, form_key, inputs_of, refuse_odd_module, remembered, why_another
 
 
 class Parts(NamedTuple):
@@ -115,7 +106,7 @@ def form_of(module: nn.Module) -> Optional[Form]:
     else:
         return None
     facts = read(kind, module)
-    argument, values = only_argument(facts), facts.values_but("training")
+    argument, values = facts.only_argument(), facts.values_but("training")
     for name in sorted(facts.reads):
         if name not in values and name != "training" and name not in dict(parts):
             raise Refused(f"its forward reads {name}, which is no number, word or flag")
@@ -275,14 +266,15 @@ def find_parts(module: nn.Module, kind: type, facts: Facts, values: dict) -> Par
 def _computes(module: nn.Module, kind: type, facts: Facts, parts: Parts) -> bool:
     H = features(module._modules[parts.gate])[0]
     inputs = inputs_of(facts, tuple(ROUNDINGS), H, (3,))
-    for x, training in itertools.product(inputs, modes_of(module, facts)):
+    for x, training in itertools.product(inputs, facts.modes):
         log, w_gate = [], random(1, H).to(x.dtype)
         stubs = _stubs(parts, H, x.dtype, log)
         expected, mine = with_shared(stubs, parts, x, w_gate, reference.shared_fwd), sorted(log)
         log.clear()
         stubs[parts.gate] = functools.partial(F.linear, weight=w_gate)
-        twin = twin_of(module, kind, stubs, training=training)
-        if why_another(facts.forward, twin, x, expected, ROUNDINGS[x.dtype]) or sorted(log) != mine:
+        probe = probe_of(module, kind, stubs, training=training)
+        reason = why_another(facts.forward, probe, x, expected, ROUNDINGS[x.dtype])
+        if reason is not None or sorted(log) != mine:
             return False
     return True
 

@@ -15,17 +15,8 @@ from .code import Refused
 from .facts import read
 from .gradients import same_gradients
 from .serving import is_served, own_class
-from .stand_ins import mixed, random, result_of, twin_of
-from .trial import (
-    ANOTHER,
-    form_key,
-    inputs_of,
-    modes_of,
-    only_argument,
-    refuse_odd_module,
-    remembered,
-    why_another,
-)
+from .stand_ins import mixed, probe_of, random, result_of
+from .trial import ANOTHER, form_key, inputs_of, refuse_odd_module, remembered, why_another
 
 D = 48
 VARIANTS = (("llama", 0.0), ("gemma", 0.0), ("gemma", 1.0))
@@ -90,7 +81,7 @@ def _eps_among(module: nn.Module, values: dict) -> Optional[str]:
 
 
 def _find(module, kind, facts, weight, values, eps) -> NormForm:
-    argument = only_argument(facts)
+    argument = facts.only_argument()
     if eps is None:
         raise Refused("it has no eps")
     # layers and attention modules read a norm's weight in place of calling it
@@ -111,19 +102,19 @@ def _computes(module, kind, facts, weight: Optional[str], eps_name: str, variant
     def ours(x: torch.Tensor, w: Optional[torch.Tensor] = None, eps: float = 0.3) -> tuple:
         return reference.rms_norm_fwd(x, w, None, eps, *variant, False)[:1]
 
-    def twin(w: Optional[torch.Tensor], eps: float, training: bool) -> nn.Module:
+    def probe(w: Optional[torch.Tensor], eps: float, training: bool) -> nn.Module:
         own = {} if w is None else {weight: w}
-        return twin_of(module, kind, None, own, **{eps_name: eps, "training": training})
+        return probe_of(module, kind, None, own, **{eps_name: eps, "training": training})
 
     def theirs(x: torch.Tensor, w: Optional[torch.Tensor] = None) -> tuple:
-        return (result_of(facts.forward, twin(w, 0.3, True), x),)
+        return (result_of(facts.forward, probe(w, 0.3, True), x),)
 
     for x, dtype, eps in _inputs(module, facts, weight):
         w = None if weight is None else random(x.shape[-1], seed=3).mul(0.3).to(dtype)
         (expected,) = ours(x, w, eps)
-        for training in modes_of(module, facts):
-            probe = twin(w, eps, training)
-            if why_another(facts.forward, probe, x, expected, ROUNDINGS[x.dtype]):
+        for training in facts.modes:
+            made = probe(w, eps, training)
+            if why_another(facts.forward, made, x, expected, ROUNDINGS[x.dtype]):
                 return False
     given = [mixed(7, D, seed=5, dtype=FP32).div(1e2)]
     given += [] if weight is None else [random(D, seed=3).float()]

@@ -41,7 +41,7 @@ class Opaque:
                 everything += value
             elif issubclass(type(value), Opaque):
                 raise Read(name_of(value), f"__{function.__name__.strip('_')}__")
-        raise Refused(f"its forward calls {function.__name__} with a stand-in")
+        raise Refused(f"its forward calls {function.__name__} with a stub")
 
 
 for _how in (

@@ -22,8 +22,8 @@ from ..runtime.dtypes import HALF
 from .code import Refused
 from .facts import CHOOSE, Facts
 from .gradients import same_gradients
-from .stand_ins import random, run, twin_of
-from .trial import modes_of, refuse_odd_module, sizes_of
+from .stand_ins import probe_of, random, run
+from .trial import refuse_odd_module, sizes_of
 
 F32 = torch.float32
 DTYPES = (torch.bfloat16, torch.float16, F32)
@@ -147,9 +147,9 @@ def _tried(module, kind, facts: Facts, named: tuple, weights: dict, dims, more) 
     """The choice, for given roles of bias and added in `named`; raises Refused."""
     found, rows, experts = None, 0, named[1][0]
     inputs = _inputs(named, weights, dims, sizes_of(facts, named[1][1]))
-    for (x, names, tensors), training in itertools.product(inputs, modes_of(module, facts)):
-        twin = twin_of(module, kind, parameters=names, training=training)
-        out, order = _outputs(facts.forward, twin, x, experts)
+    for (x, names, tensors), training in itertools.product(inputs, facts.modes):
+        probe = probe_of(module, kind, parameters=names, training=training)
+        out, order = _outputs(facts.forward, probe, x, experts)
         if found is None:
             found = _candidates(x, out, named, (dims, order), *more)
         found = [c for c in found if c.order == order]
@@ -163,14 +163,14 @@ def _tried(module, kind, facts: Facts, named: tuple, weights: dict, dims, more) 
     if rows < LEAST_ROWS:
         raise Refused("its choice is uncertain")
     x, names, tensors = next(c for c in _inputs(named, weights, dims[:1], []) if c[0].dtype == F32)
-    twin, options = twin_of(module, kind, None, names, training=True), found[0].options
+    probe, options = probe_of(module, kind, None, names, training=True), found[0].options
 
     def ours(x: torch.Tensor) -> tuple:
         logits = found[0].logits(x, tensors)
         return logits, reference.topk_fwd(logits, tensors[1], options._replace(dtype=F32))[0]
 
     def theirs(x: torch.Tensor) -> tuple:
-        return _outputs(facts.forward, twin, x, experts)[0][:2]
+        return _outputs(facts.forward, probe, x, experts)[0][:2]
 
     if not same_gradients(facts, [x], ours, theirs):
         raise Refused(ANOTHER_GRADIENT)
@@ -223,12 +223,12 @@ class Unsorted(TorchFunctionMode):
         return out
 
 
-def _outputs(forward, twin: nn.Module, x: torch.Tensor, experts: int) -> tuple:
+def _outputs(forward, probe: nn.Module, x: torch.Tensor, experts: int) -> tuple:
     """The Outputs of a forward, and their order; raises Refused."""
-    given = (x, *twin._parameters.values())
+    given = (x, *probe._parameters.values())
     before = [tensor._version for tensor in given]
     with Unsorted() as unsorted:
-        out = run(forward, twin, x)
+        out = run(forward, probe, x)
     if type(out) is not tuple or [*map(type, out)] != [torch.Tensor] * 3:
         raise Refused(ANOTHER_RESULT)
     if [tensor._version for tensor in given] != before:

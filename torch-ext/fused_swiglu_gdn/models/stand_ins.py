@@ -120,12 +120,12 @@ def numbers(*shape: int, values: str, seed: int = 0, dtype: torch.dtype = F64) -
     return {"": x, "0": 0 * x, "+": x.abs() * size, "-": x.abs() * -size}[values]
 
 
-def run(forward: Callable, twin: nn.Module, *args: object, **words: object) -> object:
+def run(forward: Callable, probe: nn.Module, *args: object, **words: object) -> object:
     """The result of a forward on stubs; raises Refused if it raises, or sets attributes of its
     module, which another call may read."""
-    before, attributes = dict(twin.__dict__), twin.__dict__
+    before, attributes = dict(probe.__dict__), probe.__dict__
     try:
-        found = forward(twin, *args, **words)
+        found = forward(probe, *args, **words)
     except Refused:
         raise
     except Exception as error:
@@ -136,29 +136,29 @@ def run(forward: Callable, twin: nn.Module, *args: object, **words: object) -> o
     return found
 
 
-def result_of(forward: Callable, twin: nn.Module, x: torch.Tensor) -> object:
+def result_of(forward: Callable, probe: nn.Module, x: torch.Tensor) -> object:
     """The output of a forward for x; raises Refused if it raises or writes to x."""
     given = x.clone().requires_grad_(torch.is_grad_enabled())
-    found = run(forward, twin, given)
+    found = run(forward, probe, given)
     if not torch.equal(given.detach(), x):
         raise Refused("its forward writes to its input")
     return found
 
 
-def twin_of(
+def probe_of(
     module: nn.Module, kind: type, parts=None, parameters=None, **attributes: object
 ) -> nn.Module:
     """A probe module of this class with the plain attributes of `module`, but for these, and other
     parts."""
-    twin, own = object.__new__(kind), module.__dict__
-    twin.__dict__.update(own, **_bare())
-    twin.__dict__.pop("forward", None)
+    probe, own = object.__new__(kind), module.__dict__
+    probe.__dict__.update(own, **_bare())
+    probe.__dict__.pop("forward", None)
     inner = {"_modules": dict(parts or {}), "_parameters": dict(parameters or {}), "_buffers": {}}
-    twin.__dict__.update(inner, training=own["training"])
+    probe.__dict__.update(inner, training=own["training"])
     for name, value in (*inner["_modules"].items(), *inner["_parameters"].items()):
-        twin.__dict__.setdefault(name, value)  # found without nn.Module.__getattr__
-    twin.__dict__.update(attributes)
-    return twin
+        probe.__dict__.setdefault(name, value)  # found without nn.Module.__getattr__
+    probe.__dict__.update(attributes)
+    return probe
 
 
 @functools.cache

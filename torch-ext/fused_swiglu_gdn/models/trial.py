@@ -20,15 +20,6 @@ WORD = "a_word_that_nobody_knows"  # a keyword that a forward can only hand on
 ANOTHER = "its forward is another formula"
 
 
-def only_argument(facts: Facts) -> str:
-    """The name of the one argument that a forward has to be given."""
-    known = facts.signature
-    needed = [name for name in known.names if name not in known.defaults]
-    if len(needed) != 1 or list(known.positional[:1]) != needed:
-        raise Refused("its forward takes other arguments than one tensor")
-    return needed[0]
-
-
 # ------------------------------------------------------------------ what is tried
 
 
@@ -55,18 +46,13 @@ def inputs_of(
             yield numbers(*shape, width, values=values, seed=5, dtype=dtype)
 
 
-def modes_of(module: nn.Module, facts: Facts) -> tuple:
-    """Training and evaluation, where the code names them, or drops values out in one of them."""
-    return (False, True) if {"training", "dropout"} & facts.names else (module.training,)
-
-
 def why_another(
-    forward: Callable, twin: nn.Module, x: torch.Tensor, expected: torch.Tensor, roundings: int
+    forward: Callable, probe: nn.Module, x: torch.Tensor, expected: torch.Tensor, roundings: int
 ) -> Optional[str]:
     """Why a forward on stubs does not give a formula's numbers but for so many roundings of the
     largest, or None."""
     try:
-        found = result_of(forward, twin, x)
+        found = result_of(forward, probe, x)
     except Refused as why:
         return str(why)
     limit = roundings * torch.finfo(expected.dtype).eps
@@ -254,7 +240,7 @@ def alike(mine: object, theirs: object) -> bool:
 
 def called(
     facts: Facts,
-    twin: nn.Module,
+    probe: nn.Module,
     given: dict,
     rest: dict,
     by_position: bool = False,
@@ -267,7 +253,7 @@ def called(
     if by_position:
         names = tuple(itertools.takewhile(words.__contains__, known.positional))
     args = list(map(words.pop, names))
-    return run(forward or facts.forward, twin, *args, **words, **rest)
+    return run(forward or facts.forward, probe, *args, **words, **rest)
 
 
 def toggles(names: Tuple[str, ...]) -> List[frozenset]:
