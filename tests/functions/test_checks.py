@@ -359,33 +359,6 @@ def test_shapes_alone(kernel, name):
     assert o.device.type == "meta" and o.shape == (2, 8, 4, 5) and state.shape == (2, 4, 6, 5)
 
 
-def test_sequences_that_share_a_start(kernel):
-    """Rows of a pool that are read alone may be of several sequences, as a prefix is."""
-    x = gdn_inputs(3, 2, 2, 4, 6, 5)
-    pool, rows, apart = torch.randn(7, 4, 6, 5), ints(1, 4, 1), ints(2, 3, 5)
-    x["initial_state"] = pool[rows.long()]
-    want, states = kernel.fused_recurrent_gated_delta_rule(**x, output_final_state=True)
-    x.update(initial_state=pool, state_indices=rows)
-    o, final = kernel.chunk_gated_delta_rule(
-        **x, inplace_final_state=False, output_final_state=True
-    )
-    assert_close(o, want)
-    assert_close(final, states)
-    q, k, v, *gates = (x[name] for name in ("q", "k", "v", "g", "beta"))
-    options = {"initial_state_indices": rows, "inplace_final_state": False}
-    _, final = kernel.chunk_gated_delta_rule_opt_vk(
-        q, k, v, None, *gates, initial_state=pool.mT, output_final_state=True, **options
-    )
-    assert_close(final.mT, states)
-    o, every = kernel.fused_recurrent_gated_delta_rule(**x, output_all_states=True)
-    assert_close(o, want)
-    assert_close(every[:, -1], states)
-    x.update(output_state_indices=apart, inplace_final_state=True)
-    o, pool = kernel.fused_recurrent_gated_delta_rule(**x)
-    assert_close(o, want)
-    assert_close(pool[apart.long()], states)
-
-
 def test_numbers_that_torch_compile_leaves_open(kernel):
     """With dynamic=True a float is a symbol, defaults among them."""
     x, weight = torch.randn(2, 8), torch.randn(8)
@@ -397,15 +370,6 @@ def test_numbers_that_torch_compile_leaves_open(kernel):
         step = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=True)
         for value in (0.5, 0.25):
             assert_close(step(value), call(value))
-
-
-def test_cu_seqlens_of_both_integer_types(kernel):
-    inputs = {name: y[:1] for name, y in gdn_inputs(2, 8, 2, 4, 6, 5).items()}
-    results = [
-        kernel.chunk_gated_delta_rule(**inputs, cu_seqlens=ints(0, 8, dtype=dtype))[0]
-        for dtype in (torch.int32, torch.int64)
-    ]
-    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("model", [None, [], "x", torch.nn.Linear])

@@ -9,30 +9,6 @@ import torch.nn.functional as F
 from conftest import assert_close, gdn_inputs, relative_error, submodule
 
 
-def rule_inputs(*sizes, dtype=torch.float64):
-    inputs = gdn_inputs(*sizes, dtype=dtype)
-    inputs["g"], inputs["beta"] = inputs["g"].to(dtype), inputs["beta"].to(dtype)
-    return inputs
-
-
-@pytest.mark.parametrize("dense", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_the_state_is_written_in_place(kernel, dense, dtype):
-    inputs = rule_inputs(2, 3, 2, 4, 6, 3, dtype=torch.float64)
-    state = inputs.pop("initial_state").to(dtype)
-    _, ref = kernel.fused_recurrent_gated_delta_rule(
-        **inputs, initial_state=state, output_final_state=True
-    )
-    pool = state if dense else state.mT.contiguous().mT
-    address = pool.data_ptr()
-    with torch.no_grad():
-        _, out = kernel.fused_recurrent_gated_delta_rule(
-            **inputs, initial_state=pool, inplace_final_state=True
-        )
-    assert out is pool and pool.data_ptr() == address and pool.dtype == dtype
-    assert_close(pool, ref.to(dtype))
-
-
 @pytest.mark.parametrize("name", ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"])
 def test_autocast_does_not_round_the_state(kernel, name):
     """Autocast rounds q, k and v, once; the products inside stay in fp32."""

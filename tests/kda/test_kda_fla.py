@@ -3,8 +3,8 @@ functions: their names, cases and limits, of the ratio of root mean squares of a
 result that is expected.
 
 On a GPU in their sizes; on a CPU, where plain torch computes, with fewer tokens, sequences, heads
-and channels. What is expected is the rule by chunks in fp64, which tests/kda/test_kda.py compares
-with the recurrence to 1e-12.
+and channels. What is expected is the rule by chunks in fp64, which is the recurrence to 1e-12
+(tests/functions/test_definition.py).
 """
 
 import pytest
