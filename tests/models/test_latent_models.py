@@ -247,19 +247,6 @@ def test_own_forward(change):
 
 
 @torch.no_grad()
-def test_scale_of_the_call():
-    """The module's scale is read in each call."""
-    model, served = map(copy.deepcopy, models("glm4_moe_lite"))
-    for each in (model, served):
-        attention_of(each).scaling *= 3.0
-    chunks = chunks_of("glm4_moe_lite")
-    wanted = logits(model, chunks, cache_of(model, False))
-    with dispatch.force("reference"), dispatch.served() as record:
-        found = logits(served, chunks, cache_of(model, False))
-    assert served_calls(record) and (found - wanted).abs().max() < LOGITS["cpu"]
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("name", [name for name in LATENT if name not in INDEXED])
 def test_error_of_bf16(name):
     """A dense model's logits of tokens are no further from fp64 than without ours."""
@@ -274,25 +261,6 @@ def test_error_of_bf16(name):
             found = logits(each, chunks, cache_of(each, False))
             errors.append(relative_error(found[:, 11:], right[:, 11:]))
     assert errors[0] < 1.1 * errors[1]
-
-
-def test_patched_method():
-    """A method that the forward calls is one's own."""
-    model = random_model("glm4_moe_lite")
-    with dispatch.force("reference"):
-        kernel.kernelize(model)
-        attention, called = attention_of(model), []
-        own = type(attention).expand_kv
-
-        def expand_kv(*given):
-            called.append(1)
-            return own(attention, *given)
-
-        attention.expand_kv = expand_kv
-        with torch.no_grad():
-            cache = model(tokens(1, 6), use_cache=True).past_key_values
-            model(tokens(1, 1), past_key_values=cache)
-    assert len(called) == 2
 
 
 @pytest.mark.parametrize("name", ["glm4_moe_lite", "deepseek_v2"])

@@ -1,8 +1,5 @@
 """Parts and methods that are put in the place of others after kernelize, or before it."""
 
-import copy
-import types
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,81 +13,6 @@ attention_trial = submodule("models.attention_trial")
 attention = submodule("layers.attention")
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("trusts_all")]
-WHEN = pytest.mark.parametrize("when", ["before", "after"])
-
-
-def of_layers(part, name, make):
-    """A change of a part of every layer, by its name ("" is the layer): another attribute."""
-
-    def change(model):
-        for layer in model.model.layers:
-            setattr(layer.get_submodule(part), name, make())
-
-    return change
-
-
-class Tripled(nn.Module):
-    def forward(self, x):
-        return x * 3
-
-
-class BareRMSNorm(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.eps = 1e-6
-
-    def forward(self, x):
-        y = x.float()
-        return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
-
-
-def another_method(model):
-    norm = model.model.layers[1].input_layernorm
-    norm._norm = types.MethodType(lambda self, x: x * 2, norm)
-
-
-def bare_norms(model):
-    for name in ("q_norm", "k_norm"):
-        of_layers("self_attn", name, BareRMSNorm)(model)
-
-
-def weights_of(norms, weight):
-    """In place of a norm's weight a number or a row of one, which torch broadcasts."""
-
-    def change(model):
-        for path, module in model.named_modules():
-            if path.split(".")[-1] == norms:
-                module.weight = nn.Parameter(weight.clone())
-
-    return change
-
-
-CHANGES = {  # the model, and what is done to it
-    "a method of one norm": ("gemma2", another_method),
-    "a part for a dropout": ("phi3", of_layers("", "resid_mlp_dropout", Tripled)),
-    "norms without weights": ("qwen3", bare_norms),
-    **{f"{norms} of {name} by {tuple(weight.shape)}": (name, weights_of(norms, weight))
-       for name, norms in (("qwen3", "q_norm"), ("olmo2", "k_norm"), ("qwen3_5_text", "norm"))
-       for weight in (torch.tensor(1.5), torch.tensor([1.5]))},
-}  # fmt: skip
-
-
-@WHEN
-@pytest.mark.parametrize("what", CHANGES)
-def test_what_is_put_in_place(kernel, what, when):
-    name, change = CHANGES[what]
-    model, served = random_model(name), random_model(name)
-    kernel.kernelize(random_model(name))  # its classes are known
-    assert kernel.kernelize(BareRMSNorm()).served
-    if when == "after":
-        kernel.kernelize(served)
-    change(model), change(served)
-    if when == "before":
-        kernel.kernelize(served)
-    ids = tokens(2, 5)
-    with serving():
-        assert_same(logits(served, ids), logits(model, ids))
-    assert (logits(model, ids) - logits(random_model(name), ids)).abs().max() > 1e-4
 
 
 def test_a_forward_given_to_a_subclass(kernel):
@@ -102,55 +24,6 @@ def test_a_forward_given_to_a_subclass(kernel):
     kind.forward = lambda self, hidden_states: hidden_states * 2
     with serving():
         assert torch.equal(norm(x), x * 2)
-
-
-@pytest.mark.parametrize("name, norms", [("llama", "layernorm"), ("qwen3", "k_norm")])
-@WHEN
-def test_a_call_given_to_a_class_of_norms(kernel, name, norms, when):
-    """A layer and an attention module read the weights of their norms in place of calling them."""
-
-    def change(model):
-        found = [m for path, m in model.named_modules() if path.endswith(norms)]
-        kind = next(base for base in type(found[0]).__mro__ if base.__name__ == "SubRMSNorm")
-        kind.__call__ = lambda self, x: nn.Module.__call__(self, x) * 1.5
-
-    model, served = random_model(name), random_model(name)
-    for one in (model, served):
-        sub = None
-        for path, module in one.named_modules():
-            if path.endswith(norms):
-                sub = sub or type("SubRMSNorm", (type(module),), {})
-                module.__class__ = sub
-    ids = tokens(2, 5)
-    if when == "after":
-        report = kernel.kernelize(served)
-        assert not report.left
-    change(model), change(served)
-    if when == "before":
-        report = kernel.kernelize(served)
-        assert any("a __call__ of its own" in row.reason for row in report.left)
-    with serving():
-        assert_same(logits(served, ids), logits(model, ids))
-    assert (logits(model, ids) - logits(random_model(name), ids)).abs().max() > 1e-3
-
-
-@WHEN
-def test_what_takes_the_place_of_an_identity(kernel, when):
-    """A norm of keys that is nn.Identity in some models, as Qwen3-Omni's."""
-    model = random_model("qwen3")
-    for name in ("q_norm", "k_norm"):
-        of_layers("self_attn", name, nn.Identity)(model)
-    form = attention_trial.attention_form(model.model.layers[1].self_attn)
-    assert form.identities == ("q_norm", "k_norm")
-    served, ids = copy.deepcopy(model), tokens(2, 5)
-    if when == "after":
-        kernel.kernelize(served)
-    for each in (model, served):
-        each.model.layers[1].self_attn.k_norm = Tripled()
-    if when == "before":
-        kernel.kernelize(served)
-    with serving():
-        assert_same(logits(served, ids), logits(model, ids))
 
 
 def test_attention_functions_of_a_registry_of_ones_own(kernel, monkeypatch):

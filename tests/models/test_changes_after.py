@@ -1,0 +1,327 @@
+"""What is put in the place of parts, methods and functions counts, after kernelize as before it:
+logits of a prompt, and of tokens after it, are those of the same model without kernelize.
+
+No kernel serves a CPU, so that the package's own reference stands in for one (dispatch.force).
+"""
+
+import copy
+import functools
+import importlib
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import random_model, serving, tokens
+from torch import nn
+
+pytest.importorskip("transformers")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("trusts_all")]
+
+
+def in_use(model):
+    """The logits of a prompt and of two tokens after it."""
+    ids, outputs, cache = tokens(2, 12), [], None
+    with torch.no_grad():
+        for part in ids.split([10, 1, 1], dim=1):
+            out = model(part, past_key_values=cache, use_cache=True)
+            outputs.append(out.logits)
+            cache = out.past_key_values
+    return torch.cat(outputs, 1)
+
+
+@functools.cache
+def model_of(name):
+    """To be copied, not to be changed; and what it gives."""
+    model = random_model(name)
+    return model, in_use(model)
+
+
+def times(factor, out):
+    return (out[0] * factor, *out[1:]) if isinstance(out, tuple) else out * factor
+
+
+def tripled(own):
+    return lambda *args, **kwargs: times(3, own(*args, **kwargs))
+
+
+def doubled(module, args, out):
+    return times(2, out)
+
+
+class Doubled(nn.Module):
+    def __init__(self, own):
+        super().__init__()
+        self.own = own
+
+    def forward(self, *args, **kwargs):
+        return times(2, self.own(*args, **kwargs))
+
+
+class Tripled(nn.Module):
+    def forward(self, x):
+        return x * 3
+
+
+class BareRMSNorm(nn.Module):
+    def __init__(self, eps=1e-6):
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x):
+        y = x.float()
+        return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class OtherNorm(nn.Module):
+    """A gated norm of another formula, with the attributes of transformers' own."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.weight, self.activation = norm.weight, norm.activation
+        self.variance_epsilon = norm.variance_epsilon
+
+    def forward(self, x, gate):
+        return 2 * self.weight * x * F.silu(gate)
+
+
+class OfFLA(nn.Module):
+    """As FLA's FusedRMSNormGated: eps under another name."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.weight, self.eps, self.activation = norm.weight, 0.3, "swish"
+
+    def forward(self, x, g):
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps) * F.silu(g)
+
+
+def parts(model, end):
+    """The modules whose path ends so; a GDN layer's norm by the name of its family."""
+    if end == "gdn":
+        return [m for m in model.modules() if hasattr(m, "conv1d")]
+    if end == "gdn.norm":
+        return [getattr(m, "norm", None) or m.o_norm for m in parts(model, "gdn")]
+    found = [m for path, m in model.named_modules() if path.endswith(end)]
+    assert found, end
+    return found
+
+
+def each(end, do):
+    """A change of the parts of a model."""
+
+    def change(model, patch):
+        for part in parts(model, end):
+            do(part)
+
+    return change
+
+
+def replace(end, make):
+    def change(model, patch):
+        for part in parts(model, end):
+            parent = next(m for m in model.modules() if part in m._modules.values())
+            name = next(n for n, m in parent._modules.items() if m is part)
+            setattr(parent, name, make(part))
+
+    return change
+
+
+def attribute(end, *names, value):
+    return each(end, lambda part: [setattr(part, n, value) for n in names])
+
+
+def hook(end):
+    return each(end, lambda part: part.register_forward_hook(doubled))
+
+
+def forward(end, wrap=tripled):
+    return each(end, lambda part: setattr(part, "forward", wrap(part.forward)))
+
+
+def method(end, name, wrap=tripled):
+    return each(end, lambda part: setattr(part, name, wrap(getattr(part, name))))
+
+
+def subclass(end, member, own):
+    """Of a class that has another member, which calls own(class)."""
+
+    def do(part):
+        kind = type(part)
+        part.__class__ = type("Mine", (kind,), {member: tripled(own(kind))})
+
+    return each(end, do)
+
+
+def own_class(part):
+    """The class of transformers, of a module that may be served."""
+    theirs = [k for k in type(part).__mro__ if k.__module__.startswith("transformers.models")]
+    return next(k for k in theirs if vars(sys.modules[k.__module__]).get(k.__name__) is k)
+
+
+def patch_class(end, wrap=tripled):
+    def change(model, patch):
+        kind = own_class(parts(model, end)[0])
+        if not hasattr(kind.forward, "patched"):
+            other = wrap(kind.forward)
+            other.patched = True
+            patch.setattr(kind, "forward", other)
+
+    return change
+
+
+def patch_function(of, name, wrap=tripled):
+    """Of the file of a part's class, or of torch."""
+
+    def change(model, patch):
+        home = F if of == "torch" else importlib.import_module(
+            own_class(parts(model, of)[0]).__module__)  # fmt: skip
+        if not hasattr(getattr(home, name), "patched"):
+            other = wrap(getattr(home, name))
+            other.patched = True
+            patch.setattr(home, name, other)
+
+    return change
+
+
+def hook_for_all(model, patch):
+    norms = parts(model, "gdn.norm")
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda module, args, out: out * 3 if any(module is norm for norm in norms) else None
+    )
+    patch.callbacks.append(handle.remove)
+
+
+def call_of_a_class(end):
+    """Layers and attention read the weights of their norms in place of calling them."""
+
+    def change(model, patch):
+        for part in parts(model, end):
+            kind = next((k for k in type(part).__mro__ if k.__name__ == "SubRMSNorm"), None)
+            kind.__call__ = lambda self, x: nn.Module.__call__(self, x) * 1.5
+
+    return change
+
+
+def with_subclass(end):
+    def prepare(model):
+        kind = None
+        for part in parts(model, end):
+            kind = kind or type("SubRMSNorm", (type(part),), {})
+            part.__class__ = kind
+
+    return prepare
+
+
+def identities(model):
+    """In place of norms, as Qwen3-Omni has them."""
+    for name in ("q_norm", "k_norm"):
+        replace(name, lambda _: nn.Identity())(model, None)
+
+
+def bare_norms(model, patch):
+    for name in ("q_norm", "k_norm"):
+        replace(name, lambda _: BareRMSNorm(0.1))(model, patch)
+
+
+def reordered(own):
+    return lambda *args: [x * 2 for x in own(*args)]
+
+
+def halved(own):
+    return lambda x: own(x) * 0.5
+
+
+WRAPPED = functools.partial(patch_class, wrap=lambda own: functools.wraps(own)(tripled(own)))
+LAYER, EPS = "layers.1", "variance_epsilon"
+GDN = ("qwen3_5_text", "qwen3_next", "olmo_hybrid")
+# {what: (models, the change; more: what is left alone for it, before; what is done first)}
+CHANGES = {
+    **{f"a hook on {end}": ("qwen3", hook(f"{LAYER}.{end}")) for end in (
+        "post_attention_layernorm", "input_layernorm", "self_attn", "self_attn.q_norm",
+        "self_attn.v_proj", "mlp")},
+    **{f"another {end}": ("qwen3", replace(f"{LAYER}.{end}", Doubled)) for end in (
+        "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "post_attention_layernorm",
+        "self_attn.k_norm", "mlp")},
+    "another eps": ("qwen3", attribute("post_attention_layernorm", EPS, value=0.1)),
+    "another eps of q_norm": ("qwen3", attribute("q_norm", EPS, value=0.1)),
+    "another scaling": ("qwen3", attribute("self_attn", "scaling", value=0.7)),
+    "another scaling of latents": ("glm4_moe_lite", attribute("self_attn", "scaling", value=0.7)),
+    "a method of latent attention": ("glm4_moe_lite", method("self_attn", "expand_kv")),
+    "a forward on a norm": ("qwen3", forward("1.input_layernorm")),
+    "a method of a norm": (
+        "gemma2", each("1.input_layernorm", lambda norm: setattr(
+            norm, "_norm", types.MethodType(lambda self, x: x * 2, norm)))),
+    "a part for a dropout": ("phi3", replace("resid_mlp_dropout", lambda _: Tripled())),
+    "norms without weights": ("qwen3", bare_norms),
+    **{f"{norm} of {name} by {tuple(weight.shape)}": (name, each(norm, lambda part, weight=weight: (
+        setattr(part, "weight", nn.Parameter(weight.clone())))))
+       for name, norm in (("qwen3", "q_norm"), ("olmo2", "k_norm"), ("qwen3_5_text", "model.norm"))
+       for weight in (torch.tensor(1.5), torch.tensor([1.5]))},
+    **{f"a call of the class of {end}": (
+        name, call_of_a_class(end), "a __call__ of its own", with_subclass(end))
+       for name, end in (("llama", "layernorm"), ("qwen3", "k_norm"))},
+    "in place of an identity": ("qwen3", replace("k_norm", lambda _: Tripled()), "", identities),
+    **{f"the class of {end}": ("qwen3", patch_class(end), "is patched") for end in (
+        "k_norm", "self_attn", LAYER)},
+    "a function of rotary embedding": (
+        "qwen3", patch_function("self_attn", "apply_rotary_pos_emb"), "is patched"),
+    # Gated DeltaNet
+    "the class of a layer, wrapped": (GDN, WRAPPED("gdn"), "is patched"),
+    "a gated norm of another formula": (GDN, replace("gdn.norm", OtherNorm)),
+    "a gated norm of FLA": (GDN, replace("gdn.norm", OfFLA)),
+    "a gated norm, subclassed": (GDN, subclass("gdn.norm", "forward", lambda kind: kind.forward)),
+    "a gated norm, called otherwise": (
+        GDN, subclass("gdn.norm", "__call__", lambda kind: nn.Module.__call__)),
+    "a gated norm, patched": (GDN, forward("gdn.norm")),
+    "a gated norm, its class": (GDN, patch_class("gdn.norm")),
+    "a gated norm, its class wrapped": (GDN, WRAPPED("gdn.norm")),
+    "a gated norm, hooked": (GDN, hook("gdn.norm")),
+    "a gated norm, hooked for all": (GDN, hook_for_all),
+    "a method of the layer": (
+        "qwen3_next", method("gdn", "fix_query_key_value_ordering", reordered)),
+    **{part: ("qwen3_5_text", forward(part, halved)) for part in (
+        "in_proj_z", "in_proj_qkv", "out_proj")},
+    "activations": ("qwen3_5_text", lambda model, patch: [
+        setattr(part, "activation", "relu")
+        for end in ("gdn", "gdn.norm") for part in parts(model, end)]),
+    **{name: ("qwen3_5_text", patch_function("gdn", name), f"{name}, which is patched")
+       for name in ("apply_mask_to_padding_states", "causal_conv1d_fn",
+                    "torch_chunk_gated_delta_rule", "l2norm")},
+    "softplus": ("qwen3_5_text", patch_function("torch", "softplus"), "softplus, which is patched"),
+}  # fmt: skip
+CASES = [
+    (what, when, found[0] if isinstance(found[0], str) else found[0][(i + j) % 3])
+    for i, (what, found) in enumerate(CHANGES.items()) for j, when in enumerate(("before", "after"))
+]  # fmt: skip
+
+
+@pytest.fixture
+def patch(monkeypatch):
+    monkeypatch.callbacks = []
+    yield monkeypatch
+    for undo in monkeypatch.callbacks:
+        undo()
+
+
+@pytest.mark.parametrize("what, when, name", CASES, ids=lambda word: word)
+def test_what_is_put_in_place_counts(kernel, patch, what, when, name):
+    """Each in one family, the next one in the next."""
+    change, reason, prepare = (*CHANGES[what][1:], *("", None)[len(CHANGES[what]) - 2 :])
+    own, usual = model_of(name)
+    model, served = copy.deepcopy(own), copy.deepcopy(own)
+    if prepare is not None:
+        prepare(model), prepare(served)
+        usual = in_use(model)
+    if when == "after":
+        kernel.kernelize(served)
+    change(served, patch), change(model, patch)
+    if when == "before":
+        left = [row.reason for row in kernel.kernelize(served).left]
+        assert not reason or any(reason in each for each in left), left
+    with serving():
+        found = in_use(served)
+    expected = in_use(model)
+    assert (found - expected).abs().max() <= 2e-5 * max(1, expected.abs().max())
+    assert (expected - usual).abs().max() > 1e-3
