@@ -122,7 +122,7 @@ def _gated(w, gate, up, out_scale_ptr, row, n, WG: gl.constexpr):
 
 @gluon.jit
 def _multiply(w, out_scale_ptr, WG: gl.constexpr):
-    """64 rows of each tile; of a tile without so many rows nothing but the turns of barriers."""
+    """Multiplies 64 rows of each tile; for a shorter tile it only arrives at the barriers."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     A: gl.constexpr = gl.DotOperandLayout(0, SUMS, 4)
     ROWS: gl.constexpr = gl.SliceLayout(1, SUMS)

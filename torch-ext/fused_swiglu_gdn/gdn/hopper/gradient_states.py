@@ -210,13 +210,24 @@ def _state_partition(u, tb_ptr, first_ptr, last_ptr, first_strides, last_strides
     finish_pass(u, S, last_ptr, last_strides)
 
 
-@gluon.jit
-def _run(
-    k_desc, q_desc, in_desc, out_desc, state_desc, t_desc, p_desc, f_desc, tb_ptr, first_ptr,
-    last_ptr, cu_ptr, decay_ptr, first_strides, last_strides, T, HV, H, n, head, column,
+@gluon.jit(do_not_specialize=["T", "HV", "H"])
+def gdn_states_kernel(
+    k_desc, q_desc, in_desc, out_desc, state_desc, t_desc, p_desc, f_desc,  # as in Pass
+    tb_ptr,  # [rows, HV, C, C]
+    first_ptr,  # [N, HV, K, V] the initial state, or the gradient of the final one; or None
+    last_ptr,  # [N, HV, K, V] the gradient of the initial state, or None
+    cu_ptr,  # [N + 1] token offsets, or None: N equal sequences of T tokens
+    decay_ptr,  # [rows, HV] fp32: log2 of a bound of the norm of a chunk's transition; or None
+    first_strides,  # of N, HV, K, V
+    last_strides,
+    T, HV, H,
     REVERSE: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Allocates the shared memory of a CTA and starts its partitions."""
+    """64 columns of V of one value head of one sequence, in one direction."""
+    if REVERSE:
+        hw.launch_dependents()
+    pid = gl.program_id(0)
+    n, head, column = pid // (2 * HV), (pid // 2) % HV, (pid % 2) * 64
     LAYOUT: gl.constexpr = t_desc.layout  # 128-byte swizzle, for every 16-bit tile
     QUERY: gl.constexpr = STAGES if REVERSE else 1
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, C, D], LAYOUT)
@@ -251,27 +262,3 @@ def _run(
     args = (u, tb_ptr, first_ptr, last_ptr, first_strides, last_strides, decay_ptr)
     hw.barrier()
     hw.warp_specialize([_state_partition, _load_partition], args, [1], [LOAD_REGISTERS])
-
-
-@gluon.jit(do_not_specialize=["T", "HV", "H"])
-def gdn_states_kernel(
-    k_desc, q_desc, in_desc, out_desc, state_desc, t_desc, p_desc, f_desc,  # as in Pass
-    tb_ptr,  # [rows, HV, C, C]
-    first_ptr,  # [N, HV, K, V] the initial state, or the gradient of the final one; or None
-    last_ptr,  # [N, HV, K, V] the gradient of the initial state, or None
-    cu_ptr,  # [N + 1] token offsets, or None: N equal sequences of T tokens
-    decay_ptr,  # [rows, HV] fp32: log2 of a bound of the norm of a chunk's transition; or None
-    first_strides,  # of N, HV, K, V
-    last_strides,
-    T, HV, H,
-    REVERSE: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
-):  # fmt: skip
-    """64 columns of V of one value head of one sequence, in one direction."""
-    if REVERSE:
-        hw.launch_dependents()
-    pid = gl.program_id(0)
-    _run(
-        k_desc, q_desc, in_desc, out_desc, state_desc, t_desc, p_desc, f_desc, tb_ptr, first_ptr,
-        last_ptr, cu_ptr, decay_ptr, first_strides, last_strides, T, HV, H, pid // (2 * HV),
-        (pid // 2) % HV, (pid % 2) * 64, REVERSE, LOAD_REGISTERS,
-    )  # fmt: skip

@@ -68,8 +68,8 @@ def _through_states(
 def _with_level(e, q, k, dq, dk, dg, behind, y, ek, u, w):
     """dQ, dK and dG with a level's products U and W.
 
-    In dG stand the rounded operands: a pair's term then is the same number at both its tokens, and
-    is gone where both are added.
+    dG is computed from the rounded operands: a pair's term is then the same number at both of its
+    tokens, and cancels where both are added.
     """
     one = tl.where(behind, 1.0, 0.0)  # a factor, once for all channels
     dg += (2.0 * one - 1.0) * (y.to(tl.float32) * u + ek.to(tl.float32) * w)
@@ -97,7 +97,7 @@ def _through_blocks(parts, q, k, dq, dk, dg, pairs, scale, S, PREC: tl.constexpr
 
 @triton.jit
 def _product_of_tokens(x, pairs, S: tl.constexpr, PREC: tl.constexpr):
-    """x [4, BLOCK, 16] times the pairs [C, C] at pairs that part at level S."""
+    """x [4, BLOCK, 16] times [C, C] at pairs of tokens whose lowest common block has level S."""
     BLOCK: tl.constexpr = x.shape[1]
     i = tl.arange(0, 64)[:, None]
     j = tl.arange(0, 64)[None, :]
