@@ -1,6 +1,6 @@
 """Attention outputs in FP8 as operations: of eager mode, without an operator."""
 
-from ..fp8.ops import EagerOperation
+from ..runtime.eager_operation import EagerOperation
 from . import checks, reference
 from .call import KvCacheAttention, SigmoidGate
 from .ops import FAMILY, VARYING

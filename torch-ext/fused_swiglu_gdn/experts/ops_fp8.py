@@ -5,7 +5,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ..fp8.ops import EagerOperation
+from ..runtime.eager_operation import EagerOperation
 from . import reference
 from .call import Fp8Experts
 

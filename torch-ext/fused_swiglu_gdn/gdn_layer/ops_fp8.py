@@ -1,6 +1,6 @@
 """The input of an output projection in FP8 as operations: of eager mode, without operators."""
 
-from ..fp8.ops import EagerOperation
+from ..runtime.eager_operation import EagerOperation
 from .call import GatedNorm, LayerDecode
 from .reference import fp8
 

@@ -1,6 +1,6 @@
 """The choice of a token as an operation of decoding; not part of the API."""
 
-from ..fp8.ops import EagerOperation
+from ..runtime.eager_operation import EagerOperation
 from . import reference
 from .call import Choose
 
