@@ -1,34 +1,40 @@
 """Training steps of a small model, where the host is slower than the GPU, beside transformers.
 
-    python benchmarks/small_training.py [--rounds 40] [--adamw] [--json FILE]
+    python benchmarks/small_training.py [--rounds 40] [--adamw] [--seconds 90] [--json FILE]
     python benchmarks/small_training.py --tiny --device cpu --rounds 2 --json FILE
 
-A Llama of SmolLM2-135M's sizes with random weights takes steps of AdamW on 4 x 1024 tokens: all of
-its weights in fp32 under autocast, or in bf16, and LoRA's adapters (the peft package) on frozen
-weights in bf16, under autocast and without. Of Qwen3-0.6B's sizes, all weights are trained. Both
-models take each step in turns, from an idle GPU to an idle GPU; the record has the medians.
+A Llama of SmolLM2-135M's sizes and a Qwen3 of Qwen3-0.6B's, with random weights, take steps of
+AdamW on 4 x 1024 tokens: all of their weights in fp32 under autocast, or in bf16, and LoRA's
+adapters (the peft package) on frozen weights in bf16, under autocast and without. `graphs` is
+kernelize(model, training_graphs=True). The models take each step in turns, from an idle GPU to an
+idle GPU: the record has the medians, the memory of the device that each side takes for its steps,
+without its weights, and how much of it it keeps between steps.
 """
 
 import copy
+import gc
 from functools import partial
-from typing import Callable, Dict
+from typing import Callable
 
 import torch
 from compare_lora import MODELS
 from kernel_time import in_turns, seconds
 from real_model import TINY, adapted
-from runner import run
+from runner import SECONDS, run
 
 # what is trained: sizes of compare_lora.py, the dtype of the weights, under autocast, with adapters
 SMALL, QWEN = "SmolLM2-135M", "Qwen3-0.6B"
 WAYS = {
-    "AdamW, weights in fp32 under autocast": (SMALL, torch.float32, True, False),
-    "AdamW, weights in bf16": (SMALL, torch.bfloat16, False, False),
-    "LoRA on bf16 under autocast": (SMALL, torch.bfloat16, True, True),
     "LoRA on bf16": (SMALL, torch.bfloat16, False, True),
-    f"{QWEN}, AdamW, weights in fp32 under autocast": (QWEN, torch.float32, True, False),
+    f"{QWEN}, LoRA on bf16": (QWEN, torch.bfloat16, False, True),
+    "AdamW, weights in bf16": (SMALL, torch.bfloat16, False, False),
     f"{QWEN}, AdamW, weights in bf16": (QWEN, torch.bfloat16, False, False),
+    "LoRA on bf16 under autocast": (SMALL, torch.bfloat16, True, True),
+    "AdamW, weights in fp32 under autocast": (SMALL, torch.float32, True, False),
+    f"{QWEN}, AdamW, weights in fp32 under autocast": (QWEN, torch.float32, True, False),
 }
+SIDES = {"ours": {}, "graphs": {"training_graphs": True}, "modeling": None}
+WARM = 4  # steps; the third captures graphs
 
 
 def step_of(model, ids: torch.Tensor, mixed: bool) -> Callable[[], None]:
@@ -47,16 +53,33 @@ def step_of(model, ids: torch.Tensor, mixed: bool) -> Callable[[], None]:
     return step
 
 
-def times(steps: Dict[str, Callable], rounds: int, synchronize: Callable) -> Dict[str, float]:
-    """Microseconds of each step."""
-    for side in list(steps) * 4:
-        steps[side]()
-    return in_turns(steps, rounds, lambda step: seconds(step, synchronize) * 1e6)
+def reserved(device: str) -> float:
+    """MiB of the device that torch has, without what it could give back."""
+    if device == "cpu":
+        return 0.0
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved() / 2**20
+
+
+def warm(step: Callable, device: str) -> dict:
+    """MiB that first steps take at most, and that they leave taken."""
+    before = reserved(device)
+    for _ in range(WARM):
+        step()
+    after = reserved(device)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    step()
+    peak = torch.cuda.max_memory_reserved() / 2**20 if device == "cuda" else 0.0
+    return {"in": peak - before, "between": after - before}
 
 
 ARGUMENTS = {
     "--rounds": {"type": int, "default": 40},
     "--adamw": {"action": "store_true", "help": "without LoRA"},
+    **SECONDS,
     "--tiny": {"action": "store_true", "help": "a model of two small layers"},
     "--device": {"choices": ("cpu", "cuda"), "default": "cuda"},
 }
@@ -77,17 +100,23 @@ def rows(package, options):
     for what, (name, dtype, mixed, adapters) in WAYS.items():
         if adapters and options.adamw:
             continue
-        base, steps = model_of(name, options.tiny, options.device), {}
+        base, steps, memory = model_of(name, options.tiny, options.device), {}, {}
         tokens = (2, 32) if options.tiny else (4, 1024)
         ids = torch.randint(base.config.vocab_size, tokens).to(options.device)
-        for side in ("ours", "modeling"):
+        for side, how in SIDES.items():
             model = copy.deepcopy(base).to(dtype)
             model = adapted(model) if adapters else model
-            if side == "ours":
-                print(package.kernelize(model, mode="training"), flush=True)
+            if how is not None:
+                print(package.kernelize(model, mode="training", **how), flush=True)
             steps[side] = step_of(model, ids, mixed)
-        del base
-        yield {"what": what, "us": times(steps, options.rounds, synchronize)}
+            memory[side] = warm(steps[side], options.device)
+        us = in_turns(steps, options.rounds, lambda step: seconds(step, synchronize) * 1e6)
+        row = {"what": what, "us": us}
+        for when in ("in", "between"):
+            row[f"mib_{when}_steps"] = {side: round(x[when]) for side, x in memory.items()}
+        yield row
+        del base, model, steps
+        reserved(options.device)
 
 
 main = partial(run, __doc__, "small_training", rows, ARGUMENTS, merge=True)

@@ -85,6 +85,8 @@ class Recording(TorchDispatchMode):
 class EmulatedGraph:
     """Stands for decoding/capture.py:Graph."""
 
+    pool = None
+
     def __init__(self, device):
         self.recording = None
 

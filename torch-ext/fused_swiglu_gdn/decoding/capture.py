@@ -30,6 +30,7 @@ class Graph:
     def __init__(self, device: torch.device):
         self.device = device
         self.graph: Optional[torch.cuda.CUDAGraph] = None
+        self.pool: Optional[tuple] = None  # its memory, which another graph may share
 
     @staticmethod
     def why_not(device: torch.device) -> Optional[str]:
@@ -69,7 +70,7 @@ class Graph:
     def capture(self, call: Callable):
         """Captures call() without running it; returns the output that replay() will compute."""
         self.graph = torch.cuda.CUDAGraph()
-        pool = torch.cuda.graph_pool_handle()
+        pool = self.pool = self.pool or torch.cuda.graph_pool_handle()
         with on(self.device), capturing:
             current = torch.cuda.current_stream(self.device)
             side = _side(self.device, current.cuda_stream)

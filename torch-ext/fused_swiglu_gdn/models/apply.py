@@ -24,6 +24,7 @@ from .recognise import KINDS, OF_MODULES, is_nothing, recognise, replace
 from .report import WAITS, Report, Row
 from .serving import as_gathered, may_move, unserve, why_not_on
 from .stand_ins import quiet
+from .training_graphs import restore_training_graphs, serve_training_graphs
 from .trust import trusting
 
 # what is learnt of a class is kept for all threads
@@ -38,6 +39,7 @@ def kernelize(
     skip: Optional[Sequence[str]] = None,
     loss: Union[bool, str] = False,
     cuda_graphs: bool = False,
+    training_graphs: bool = False,
     replay: int = 0,
     cp_group=None,
     cp_attention: bool = True,
@@ -69,6 +71,9 @@ def kernelize(
         cuda_graphs: `model.generate` then replays a CUDA graph of a decoding step, if a replay
             computes the same. That needs a static cache; a call that asks for no kind of cache and
             does not return it gets one where graphs pay (docs/decoding.md).
+        training_graphs: in training steps decoder layers replay CUDA graphs of their forwards and
+            gradients, where a replay computes the same, for models whose steps wait for the host;
+            activations then stay allocated between steps (docs/training.md).
         replay: in CUDA graphs (cuda_graphs, or graphed_step), Gated DeltaNet layers that decode
             many sequences write their states once in this many tokens, of which 16 are best, by
             replay_gated_delta_rule. 0: at every token. A state that is read from the cache always
@@ -104,7 +109,7 @@ def kernelize(
         True
     """
     is_model("kernelize", model)
-    are_flags(cuda_graphs=cuda_graphs, cp_attention=cp_attention)
+    are_flags(cuda_graphs=cuda_graphs, training_graphs=training_graphs, cp_attention=cp_attention)
     _check_loss(loss)
     _check_mode(mode)
     kinds = _kinds(only, skip)
@@ -122,6 +127,7 @@ def kernelize(
         _exchanges_states(model, rows)
         rows += serve_attention(model) if cp_attention else []
     restore_graphs(modules)
+    restore_training_graphs(modules)
     of_loss = serve_loss(modules, loss == LEAST) if loss else None
     if "loss" in kinds and (of_loss is None or of_loss.reason is not None):
         found = serve_cross_entropy(modules, _place_of(model))
@@ -130,6 +136,8 @@ def kernelize(
     if cuda_graphs:
         module, kind, note, reason = serve_graphs(model)
         rows.append(Row(module, kind, "decode", note, reason))
+    if training_graphs:
+        rows.append(serve_training_graphs(modules, _place_of(model)))
     serve_drafts(modules)
     rows += [_replays(model, rows, replay)] if replay else []
     return Report([row for row in rows if row is not None], _place_of(model)).warn_once()
@@ -287,6 +295,7 @@ def restore(model: nn.Module) -> int:
     is_model("restore", model)
     modules = named_modules(model)
     restore_attention(modules)
+    restore_training_graphs(modules)
     served = sum([unserve(module) for _, module in modules])
     return served + restore_experts(modules) + restore_graphs(modules)
 

@@ -32,6 +32,7 @@ from ..runtime import device, dispatch
 
 SPECIAL = ("__copy__", "__deepcopy__", "__getstate__", "__reduce__", "__reduce_ex__")
 BEFORE = "_experts_implementation_before"  # attribute of a module of experts that is served
+GRAPHS = "_training_graphs"  # of a layer, which a pickle has not
 SHARDED = "_forward_of_shards_before"  # and of one whose forward transformers has put around ours
 HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")  # that have the key
 
@@ -90,6 +91,7 @@ class _State:
         state = dict(self.module.__dict__)
         if _function(state.get("forward")) is type(self.module).forward:
             del state["forward"]
+        state.pop(GRAPHS, None)
         for name in HOOKS:
             if HOOK in state[name]:
                 state[name] = state[name].copy()
@@ -122,6 +124,11 @@ def _around(kind: type) -> Optional[type]:
     does, or None: it makes a subclass of the two."""
     first, *others = kind.__bases__
     return first if others and first.__module__.startswith("torch.distributed.") else None
+
+
+def is_sharded(kind: type) -> bool:
+    """True for a class of modules whose weights FSDP2 shards."""
+    return _around(kind) is not None
 
 
 @functools.lru_cache(maxsize=4096)
