@@ -116,8 +116,10 @@ def numbers(*shape: int, values: str, seed: int = 0, dtype: torch.dtype = F64) -
     if values == "mixed":
         return mixed(*shape, seed=seed, dtype=dtype)
     x = random(*shape, seed=seed, dtype=dtype)
-    size = 1.0 if dtype is torch.float16 else 1e3
-    return {"": x, "0": 0 * x, "+": x.abs() * size, "-": x.abs() * -size}[values]
+    if values in ("+", "-"):
+        size = 1.0 if dtype is torch.float16 else 1e3
+        return x.abs() * (size if values == "+" else -size)
+    return x if values == "" else 0 * x
 
 
 def run(forward: Callable, probe: nn.Module, *args: object, **words: object) -> object:

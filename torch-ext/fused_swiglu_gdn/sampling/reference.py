@@ -14,15 +14,10 @@ import torch
 
 
 def scores_of(
-    logits: torch.Tensor,
-    seen: Optional[torch.Tensor],
-    ends: Optional[torch.Tensor],
-    length: torch.Tensor,
-    temperature: float,
-    penalty: float,
-    least: int,
-) -> torch.Tensor:
-    """[B, V] fp32."""
+    logits: torch.Tensor, seen: Optional[torch.Tensor], ends: Optional[torch.Tensor],
+    length: torch.Tensor, temperature: float, penalty: float, least: int,
+) -> torch.Tensor:  # fmt: skip
+    """The scores of all words, [B, V] fp32."""
     x = logits.float()
     if seen is not None:
         x = torch.where(seen[:, :-1], torch.where(x < 0, x * penalty, x / penalty), x)
@@ -34,24 +29,16 @@ def scores_of(
 
 
 def choose_fwd(
-    logits: torch.Tensor,
-    q: Optional[torch.Tensor],
-    seen: Optional[torch.Tensor],
-    ends: Optional[torch.Tensor],
-    length: torch.Tensor,
-    top_k: int,
-    top_p: float,
-    min_p: float,
-    temperature: float,
-    penalty: float,
-    least: int,
-) -> Tuple[torch.Tensor, torch.Tensor]:
+    logits: torch.Tensor, q: Optional[torch.Tensor], seen: Optional[torch.Tensor],
+    ends: Optional[torch.Tensor], length: torch.Tensor, top_k: int, top_p: float, min_p: float,
+    temperature: float, penalty: float, least: int,
+) -> Tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Tokens [B] int64, and whether the scores of a sequence are a distribution [B]."""
     x = scores_of(logits, seen, ends, length, temperature, penalty, least)
     best = x.amax(1)
-    right = best.isfinite()
+    valid = best.isfinite()
     if top_k == 0:
-        return x.argmax(1), right
+        return x.argmax(1), valid
     x, place = (each.flip(1) for each in x.sort(dim=1, stable=True))
     k = min(top_k, x.shape[1])
     kept = (x >= x[:, k - 1 : k]) & (x > float("-inf"))
@@ -64,4 +51,4 @@ def choose_fwd(
     if min_p > 0.0:
         kept = kept & ((p >= min_p * p[:, :1]) | first)
     race = torch.where(kept, p / q.gather(1, place), -1.0)
-    return torch.empty_like(race).scatter_(1, place, race).argmax(1), right
+    return torch.empty_like(race).scatter_(1, place, race).argmax(1), valid

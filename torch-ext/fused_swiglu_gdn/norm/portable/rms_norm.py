@@ -17,7 +17,7 @@ from ...runtime.launch import Launch, named
 from ...runtime.primitives import after_predecessor
 from ...runtime.sizes import cdiv
 from ..call import RmsNorm
-from .backward import prepare_rms_norm_bwd  # noqa: F401
+from .backward import prepare_rms_norm_bwd  # noqa: F401  both are looked up in this module
 from .rows import blocks, layout, lie_in_rows, readable
 
 FEW = 64  # rows whose norm begins before the last launch has ended: many take longer so
