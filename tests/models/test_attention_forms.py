@@ -46,6 +46,7 @@ SCALED = {
     "ministral3": {"head_dim": 16, "rope_parameters": YARN},
 }  # fmt: skip
 SHARED, INPUTS = "gemma4_text, keys and values are shared", "gemma4_text, inputs of layers"
+MIXTURE = "gemma4_text, experts"
 GEMMA4 = {
     "gemma4_text, values are keys": {**GEMMA, "attention_k_eq_v": True},
     "gemma4_text, values of their own": {**GEMMA, "attention_bias": True},
@@ -55,13 +56,12 @@ GEMMA4 = {
         "output_router_logits": True,
     },
     INPUTS: {**GEMMA, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2},
-    "gemma4_text, experts": {
+    MIXTURE: {
         **GEMMA, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2,
         "moe_intermediate_size": 24,
     },
 }  # fmt: skip
 MODELS = {**GATED, **SCALED, **GEMMA4}
-LAYERS_TOO = [name for name in GEMMA4 if "experts" not in name]
 every_model = pytest.mark.parametrize("name", MODELS)
 
 
@@ -93,7 +93,7 @@ def both(kernel, name: str, **changes):
     found = [row.layer for row in report.served]
     layers = model.config.num_hidden_layers
     assert found.count("Attention") == layers, report
-    assert name not in GEMMA4 or found.count("DecoderLayer") == layers * (name in LAYERS_TOO)
+    assert name not in GEMMA4 or found.count("DecoderLayer") == layers, report
     return model, served
 
 
@@ -203,6 +203,7 @@ def test_another_formula_is_left_alone(what, monkeypatch):
 
 LAYERS = {  # of a layer's forward: text, text in its place
     "nothing": ("", ""),
+    "attention's second output": ("self.mlp(hidden_states)", "self.mlp(hidden_states, _)"),
     "inputs without an activation": ("self.act_fn(hidden_states)", "hidden_states"),
     "inputs that are added": ("hidden_states * per_layer_input", "hidden_states + per_layer_input"),
     "inputs twice": ("* per_layer_input", "* per_layer_input * per_layer_input"),
@@ -223,10 +224,34 @@ LAYERS = {  # of a layer's forward: text, text in its place
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_another_layer_is_left_alone(name, monkeypatch):
-    old, new = LAYERS[name]
-    layer = model_of(INPUTS).model.layers[0]
+EXPERTS = {  # the same, of a layer with experts beside its MLP
+    "nothing": ("", ""),
+    "experts of the MLP's output": ("flat = residual.reshape", "flat = hidden_states.reshape"),
+    "weights for experts": (
+        "(hidden_states_2, top_k_index, top_k_weights)",
+        "(hidden_states_2, top_k_weights, top_k_index)",
+    ),
+    "logits for weights": ("_, top_k_weights, top_k_index", "top_k_weights, _, top_k_index"),
+    "experts of rows that are not normed": (
+        "self.experts(hidden_states_2,", "self.experts(hidden_states_flat,",
+    ),
+    "a difference": ("hidden_states_1 + hidden_states_2", "hidden_states_1 - hidden_states_2"),
+    "half of the experts": (
+        "hidden_states_1 + hidden_states_2", "hidden_states_1 + 0.5 * hidden_states_2",
+    ),
+    "without a norm": ("self.post_feedforward_layernorm_2(hidden_states_2)", "hidden_states_2"),
+    "the router after the norm": (
+        "self.router(hidden_states_flat)",
+        "self.router(self.pre_feedforward_layernorm_2(hidden_states_flat))",
+    ),
+}  # fmt: skip
+CHANGED = [(INPUTS, name) for name in LAYERS] + [(MIXTURE, name) for name in EXPERTS]
+
+
+@pytest.mark.parametrize("of, name", CHANGED)
+def test_another_layer_is_left_alone(of, name, monkeypatch):
+    old, new = (EXPERTS if of == MIXTURE else LAYERS)[name]
+    layer = model_of(of).model.layers[0]
     finding = found_of_changed(monkeypatch, layer, old, new)
     assert (finding.reason is None) == (old == new), finding.reason
 

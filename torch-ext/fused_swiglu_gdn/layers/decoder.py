@@ -50,15 +50,27 @@ class Inputs(NamedTuple):
     given: str  # the argument
 
 
+class Beside(NamedTuple):
+    """The names of the parts of norm(y) + post(experts(pre(r), ids, weights)), with (_, weights,
+    ids) = router(r): a layer's experts beside its MLP, which gives y (Gemma 4's mixtures)."""
+
+    norm: str
+    router: str
+    pre: str
+    experts: str
+    post: str
+
+
 class LayerForm(NamedTuple):
-    """A class of decoder layers: r = x + post(mixer(pre(x))); s = r + post(mlp(pre(r))), and what
-    that becomes by the layer's inputs; s * last."""
+    """A class of decoder layers: r = x + post(mixer(pre(x))); s = r + post(mlp(pre(r))), with
+    experts beside the MLP; what that becomes by the layer's inputs; s * last."""
 
     kind: type
     pinned: Pinned
     guards: Tuple[Tuple[str, object], ...]
     arguments: Arguments
     order: Order
+    beside: Optional[Beside]
     inputs: Optional[Inputs]
     scale: Optional[str]  # the attribute by which what is added is multiplied
     last: Optional[str]  # the buffer by which the sum is multiplied
@@ -121,11 +133,14 @@ class Decoder:
             y = y if order.post_mixer is None else _normed(parts[order.post_mixer], y)[0]
             y = y if scale is None else y * scale
             y, x, codes = _normed(parts[order.pre_mlp], y, x, mlp)
-        if codes is not None and order.post_mlp is None and scale is None:
+        alone = form.beside is order.post_mlp is scale is None
+        if codes is not None and alone:
             residual = x if type(mlp).__dict__.get("served_as") in fp8.MLPS else None
             y, added = fp8.with_codes(y, codes, residual, self.mlp.called, mlp, y, given, rest)
             return y if added else x + y
         y = self.mlp.called(mlp, y, given, rest, codes)
+        if form.beside is not None:
+            y = _with_experts(parts, form.beside, y, x)
         if order.post_mlp is None and scale is None:
             return x + y
         return _normed_and_added(parts, order.post_mlp, y, x, scale)
@@ -183,6 +198,13 @@ def _normed(
         return (y, None, None) if residual is None else (*y, None)
     x = x if residual is None else residual + x
     return norm(x), x, None
+
+
+def _with_experts(parts: dict, names: Beside, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    y, rows = _normed(parts[names.norm], y)[0], x.reshape(-1, x.shape[-1])
+    _, weights, ids = parts[names.router](rows)
+    routed = parts[names.experts](_normed(parts[names.pre], rows)[0], ids, weights)
+    return _normed_and_added(parts, names.post, routed.reshape(x.shape), y, None)
 
 
 def _with_inputs(parts: dict, names: Inputs, x: torch.Tensor, given: dict) -> torch.Tensor:

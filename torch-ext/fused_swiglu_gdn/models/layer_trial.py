@@ -9,7 +9,7 @@ from typing import Dict, Iterator, NamedTuple, Optional, Tuple, Union
 import torch
 from torch import nn
 
-from ..layers.decoder import Call, Decoder, Inputs, LayerForm, Order
+from ..layers.decoder import Beside, Call, Decoder, Inputs, LayerForm, Order
 from ..layers.forward import Word
 from ..layers.plain import told
 from .attention_trial import is_attention
@@ -34,7 +34,8 @@ from .trial import (
 
 OF_HIDDEN = (*SIZES, "part", "__add__", "__radd__")  # what hidden states alone are read for
 DTYPES = F64, torch.bfloat16, torch.float16, torch.float32
-OUTPUTS = ((2, 1), (1, 1), (1, 2), (2, 2), (3, 1), (3, 2))  # of mixer and MLP
+# of mixer and MLP, and of a router and experts beside that
+OUTPUTS = ((2, 1), (1, 1), (1, 2), (2, 2), (3, 1), (3, 2), (2, 1, 3, 1))
 
 _forms: Dict[tuple, Union[LayerForm, str]] = {}
 
@@ -109,14 +110,14 @@ class Run(NamedTuple):
 
 
 class _Trial(Trial):
-    """Runs of a layer whose mixer and MLP have so many outputs."""
+    """Runs of a layer whose parts that are no norms have so many outputs, in their order."""
 
     READS = {
         "hidden": lambda how, optional: not optional or how in OF_HIDDEN,
         "factor": lambda how, optional: how in ("__mul__", "__rmul__"),
     }
 
-    def __init__(self, module, kind, facts, norms, plain, outputs: Tuple[int, int]):
+    def __init__(self, module, kind, facts, norms, plain, outputs: Tuple[int, ...]):
         super().__init__(module, kind, facts)
         self.norms, self.plain, self.outputs = norms, tuple(plain), outputs
         self.parts, self.factor = dict(module._modules), None
@@ -133,10 +134,11 @@ class _Trial(Trial):
         known = self.kind, FREE, (), self.arguments()
         scales = (None, *(n for n, v in values.items() if type(v) is float))
         inputs, names = self.with_inputs([entry[0] for entry in run.log])
+        beside, names = self.with_experts(names)
         ways = _orders(names, self.norms), scales, (None, *self.buffers)
         for order, scale, last in itertools.product(*ways):
             calls = [self.call(name, run) for name in (order.mixer, order.mlp)]
-            form = LayerForm(*known, order, inputs, scale, last, *calls, self.plain)
+            form = LayerForm(*known, order, beside, inputs, scale, last, *calls, self.plain)
             if self.agrees(Decoder(form), run):
                 break
         else:
@@ -153,6 +155,16 @@ class _Trial(Trial):
             return None, names
         return Inputs(*names[-4:], self.factor) if len(names) > 5 else None, names[:-4]
 
+    def with_experts(self, names: list) -> Tuple[Optional[Beside], list]:
+        """The parts of experts beside an MLP, which stand behind it, and the others."""
+        blocks = [i for i, name in enumerate(names) if name not in self.norms]
+        if len(blocks) != 4:
+            return None, names
+        begin, end = blocks[1] + 1, blocks[1] + 6
+        if end > len(names):
+            return None, names
+        return Beside(*names[begin:end]), names[:begin] + names[end:]
+
     def further(self) -> Iterator[dict]:
         """The arguments of further runs: each input and mode, with other arguments left out."""
         modes, inputs = self.facts.modes, inputs_of(self.facts, DTYPES, 4, (3,))
@@ -166,9 +178,8 @@ class _Trial(Trial):
 
     def begin(self, flat: Optional[str] = None) -> list:
         """Begins a new log, which is returned; `flat`: see Block."""
-        first, second = self.outputs
         self.log, self.flat = [], flat
-        self.counts = itertools.chain([first], itertools.repeat(second))
+        self.counts = itertools.chain(self.outputs, itertools.repeat(self.outputs[-1]))
         return self.log
 
     def run(

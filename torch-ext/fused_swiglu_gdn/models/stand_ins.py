@@ -8,7 +8,7 @@ None, and raises if it is read. So a forward that gives the formula's numbers ha
 import contextlib
 import functools
 import math
-from typing import Callable, Dict, Optional
+from typing import Callable, Dict, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -283,7 +283,16 @@ class Block:
         place = None if self.is_norm else place  # ours calls norms by position
         # as they are now: what follows may write to them
         self.trial.log.append((self.name, x.clone(), place, more, kwargs))
-        return y if count == 1 else (y, *["rest"] * (count - 1))
+        return y if count == 1 else (y, *_rest(self.name, count - 1))
+
+
+class Rest:
+    """A further output of a part, which may be given to another part alone."""
+
+
+@functools.cache
+def _rest(name: str, count: int) -> Tuple[Rest, ...]:
+    return tuple([Rest() for _ in range(count)])
 
 
 class Unknown:
