@@ -105,8 +105,9 @@ CASES = [
         "fused_topk",
         lambda kernel: {
             "logits": ones(3, 6), "top_k": 2, "bias": ones(6), "n_group": 3, "topk_group": 2,
+            "eps": 0.5,
         },
-        {"logits": "float16 float64 less0 more0 none0", "bias": WIDE},
+        {"logits": "float16 float64 less0 more0 none0", "bias": WIDE, "eps": "zero"},
     ),
     Case(
         "rms_norm",

@@ -85,9 +85,6 @@ LEFT = (
         ("qwen4_exp", "qwen4_exp_text"), "norm",
         "these norms have groups of channels, with a weight for each channel of all groups",
     ),
-    (("lfm2_moe",), "router", "scores are rounded to bf16, and 1e-6 is added to their sum"),
-    (("minimax_m2", "hy_v3"), "router", "the bias is an argument of its forward"),
-    (("laguna",), "router", "nothing is added to the sum by which scores are divided"),
     (("kolibri1",), "router", "the bias is added to logits, not to scores"),
     (("mistral4",), "router", "groups of experts are chosen by probabilities in 16 bits"),
 )  # fmt: skip

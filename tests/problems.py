@@ -421,6 +421,9 @@ form("fused_experts", "recompute", with_more(experts, recompute=True, activation
 form("fused_topk", "sigmoid", with_more(
     topk, scoring="sigmoid", renormalize=False, scale=2.5, bias=lambda draw, B, T, x: draw(8),
 ), grads=("logits",), wide=("bias",))  # fmt: skip
+form("fused_topk", "rounded", with_more(
+    topk, scoring="sigmoid", eps=1e-6, rounds=True, bias=lambda draw, B, T, x: draw(8),
+), wide=("bias",))  # fmt: skip
 # the gradient of weights that add up to 1 is of differences
 form("fused_topk", "gradients", topk, grads=("logits",), factor=2)
 form("fused_topk", "groups", with_more(

@@ -127,7 +127,10 @@ TEXTS = {
         LOGITS + "weights, ids = logits.float().softmax(-1).topk(self.top_k, largest=False)\n"
         + NORMED, ANOTHER),
     "rounded": (  # the scores, to the dtype of x before the choice and the sum
-        LOGITS + "weights, ids = logits.sigmoid().topk(self.top_k)\n" + SUMMED, ANOTHER),
+        LOGITS + "weights, ids = logits.sigmoid().topk(self.top_k)\n" + SUMMED,
+        {"rounds": True, "eps": 1e-20, "scoring": "sigmoid"}),
+    "rounded once": (  # the scores, and no step behind them
+        LOGITS + "weights, ids = logits.sigmoid().float().topk(self.top_k)\n" + NORMED, ANOTHER),
     "no zeros": (  # scores that round to 0 are others
         LOGITS + "scores = logits.float().softmax(-1)\n"
         "weights, ids = scores.masked_fill(~scores.bool(), 0.5).topk(self.top_k)\n" + NORMED,
@@ -173,9 +176,12 @@ WITH_VECTORS = {
         {"added": "second", "bias": "first", "renormalize": False}),
     "no least": (  # nothing is added to the sum: MiniMax-M3's
         ("correction",),
-        WIDE + CHOSEN + "return logits, weights / weights.sum(-1, keepdim=True), ids", ANOTHER),
+        WIDE + CHOSEN + "return logits, weights / weights.sum(-1, keepdim=True), ids",
+        {"eps": 0.0, "rounds": False, "bias": "correction"}),
     "more than the least": (
-        ("correction",), WIDE + CHOSEN + SUMMED.replace("1e-20", "1e-6"), ANOTHER),
+        ("correction",), WIDE + CHOSEN + SUMMED.replace("1e-20", "1e-6"), {"eps": 1e-6}),
+    "much more than the least": (
+        ("correction",), WIDE + CHOSEN + SUMMED.replace("1e-20", "1e-2"), ANOTHER),
     "by logits": (  # to which the bias is added for the choice: Kolibri's
         ("correction",), WIDE + "ids = (logits + self.correction).topk(self.top_k)[1]\n"
         "weights = logits.gather(1, ids).sigmoid()\n" + SUMMED, ANOTHER),
@@ -186,14 +192,35 @@ WITH_VECTORS = {
         ("correction",),
         WIDE + CHOSEN.replace("scores +", "scores + self.correction +") + SUMMED, ANOTHER),
 }  # fmt: skip
+WITH_AN_ARGUMENT = {  # as WITH_VECTORS, with a second argument, which may be left out
+    "given": (
+        (), WIDE + CHOSEN.replace("self.correction", "bias") + SUMMED,
+        {"bias": "bias", "added": None, "eps": 1e-20}),
+    "given, rounded": (  # LFM2-MoE's
+        (), LOGITS + "scores = logits.sigmoid()\n" + CHOSEN.replace("self.correction", "bias")
+        + SUMMED.replace("1e-20", "1e-6"), {"bias": "bias", "rounds": True, "eps": 1e-6}),
+    "given or not": (
+        (), WIDE + "ids = (scores if bias is None else scores + bias).topk(self.top_k)[1]\n"
+        "weights = scores.gather(1, ids)\n" + SUMMED, {"bias": "bias"}),
+    "not given": (  # a second argument that is for another kind of call
+        ("correction",), WIDE + "scores = scores if bias is None else scores * bias\n"
+        + CHOSEN + SUMMED, {"bias": "correction"}),
+    "given as a factor": (
+        (), WIDE + "ids = (scores * bias).topk(self.top_k)[1]\n"
+        "weights = scores.gather(1, ids)\n" + SUMMED, ANOTHER),
+    "given for the weights": (
+        (), WIDE + "weights, ids = (scores + bias).topk(self.top_k)\n" + SUMMED, ANOTHER),
+}  # fmt: skip
 ROUTERS = {
     "usual": (Plain, {"scoring": "softmax", "renormalize": True, "dtype": None, "dims": (2, 3)}),
     "corrected": (
         Corrected, {"wide": True, "scoring": "sigmoid", "bias": "correction", "scale": 2.5}),
-    "reads a list": (Reads, {"scoring": "softmax"}), "calls": (Calls, ANOTHER),
+    "reads a list": (Reads, {"scoring": "softmax"}), "calls": (Calls, "calls score"),
     **{name: (with_forward(Plain, text), said) for name, (text, said) in TEXTS.items()},
     **{name: (with_forward(Plain, text, vectors=vectors), said)
        for name, (vectors, text, said) in WITH_VECTORS.items()},
+    **{name: (with_forward(Plain, text, arguments="x, bias=None", vectors=vectors), said)
+       for name, (vectors, text, said) in WITH_AN_ARGUMENT.items()},
 }  # fmt: skip
 
 

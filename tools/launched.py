@@ -362,6 +362,9 @@ calls(_topk, "router", {
     "512 experts": dict(T=64, E=512, K=10),
     "fp16, weights in fp32": dict(T=64, E=8, K=2, dtype=FP16, kind=FP32),
     "sigmoid": dict(T=64, dtype=FP32, bias=True, scoring="sigmoid", scale=2.5),
+    "sigmoid, nothing added to the sum": dict(
+        T=64, dtype=FP32, bias=True, scoring="sigmoid", eps=0.0),
+    "sigmoid, rounded": dict(T=64, E=32, K=4, bias=True, scoring="sigmoid", eps=1e-6, rounds=True),
     "groups, as in DeepSeek-V3": dict(
         T=64, dtype=FP32, bias=True, scoring="sigmoid", scale=2.5, n_group=8, topk_group=4),
     "groups, as in DeepSeek-V2": dict(

@@ -1,6 +1,7 @@
 """fused_topk and add_shared: reference, kernels, gradients, and the modules that they serve."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETING else [torch.bfloat
 OPTIONS = [
     {}, {"renormalize": False}, {"scoring": "sigmoid", "scale": 2.5},
     {"scoring": "sigmoid", "renormalize": False}, {"scoring": "sigmoid", "bias": True},
-    {"bias": True, "dtype": torch.float32},
+    {"bias": True, "dtype": torch.float32}, {"scoring": "sigmoid", "eps": 0.3, "scale": 2.5},
+    {"scoring": "sigmoid", "eps": 0.0, "bias": True},
 ]  # fmt: skip
 SIZES = [(1, 4, 1), (5, 7, 7), (33, 60, 4), (9, 256, 8), (4, 512, 10), (3, 1000, 16)]
 
@@ -37,20 +39,23 @@ def problem(T, E, K, kind=torch.float32, device="cpu", bias=False, **options):
     return logits, K, {"bias": bias, **options}
 
 
-def by_torch(logits, top_k, bias, scoring="softmax", renormalize=True, scale=1.0, dtype=None):
+def by_torch(
+    logits, top_k, bias, scoring="softmax", renormalize=True, scale=1.0, dtype=None, eps=0.0
+):
     """Reference router, written like those of transformers."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     scores = wide.softmax(-1) if scoring == "softmax" else wide.sigmoid()
     ids = (scores if bias is None else scores + bias).topk(top_k, -1)[1]
     weights = scores.gather(-1, ids)
     if renormalize:
-        weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights / (weights.sum(-1, keepdim=True) + eps)
     return weights * scale, ids
 
 
 def topk_options(K, dtype, given):
     scoring, renormalize = given.get("scoring", "softmax"), given.get("renormalize", True)
-    return TopkOptions(K, scoring, renormalize, given.get("scale", 1.0), dtype)
+    options = TopkOptions(K, scoring, renormalize, given.get("scale", 1.0), dtype)
+    return options._replace(eps=given.get("eps", 0.0))
 
 
 def topk_bwd(dweights, logits, ids, options):
@@ -91,6 +96,33 @@ def check(function, T, E, K, kind, device, **options):
 def test_values(kernel, device, dtype, options):
     for sizes in SIZES:
         check(kernel.fused_topk, *sizes, dtype, device, **options)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scoring", ["sigmoid", "softmax"])
+def test_rounded(kernel, device, dtype, scoring):
+    """Every step in the dtype of the logits, as torch rounds it there: LFM2-MoE's."""
+    of_bias = dict.fromkeys((None, torch.float32, dtype))
+    for (T, E, K), kind in itertools.product(((40, 32, 4), (9, 60, 6), (3, 4, 4)), of_bias):
+        logits, _, _ = problem(T, E, K, dtype, device)
+        bias = None if kind is None else torch.linspace(-0.2, 0.2, E, device=device).to(kind)
+        options = {"scoring": scoring, "eps": 1e-6, "scale": 2.5, "rounds": True}
+        with submodule("runtime.dispatch").served() as record:
+            weights, ids = kernel.fused_topk(logits, K, bias=bias, **options)
+        assert record["topk_fwd"] == ["reference" if device == "cpu" and not INTERPRETING
+                                      else "portable"]  # fmt: skip
+        scores = logits.sigmoid() if scoring == "sigmoid" else logits.softmax(-1)
+        choice = scores if bias is None else scores + bias
+        wanted = choice.sort(dim=-1, descending=True, stable=True)[1][:, :K]
+        alike = (ids == wanted).all(-1)
+        assert alike.float().mean() > 0.9  # exp may round a score to its neighbour
+        chosen = scores.gather(-1, wanted)
+        exact = chosen / (chosen.sum(-1, keepdim=True) + 1e-6) * 2.5
+        assert weights.dtype == dtype
+        apart = (weights - exact).abs()[alike] / exact[alike]
+        steps = apart / torch.finfo(dtype).eps
+        assert steps.max() <= 4 and (dtype == torch.float32 or (steps == 0).float().mean() > 0.9)
 
 
 INF, NAN = float("inf"), float("nan")

@@ -47,11 +47,13 @@ def test_routers(kernel, everywhere, name):
     assert {name: getattr(form.found, name) for name in wanted} == wanted
     for dtype in DTYPES:
         served = made(kind, dtype)
-        plain, x = copy.deepcopy(served), apart(40, dtype)
+        plain, given = copy.deepcopy(served), [apart(40, dtype)]
+        if form.found.bias in form.arguments:
+            given.append(torch.linspace(-0.3, 0.3, E))
         serve_blocks(served)
         assert submodule("models.serving").is_served(served)
         with submodule("runtime.dispatch").served() as record:
-            mine, theirs = ([m(x)[i] for i in form.found.order] for m in (served, plain))
+            mine, theirs = ([m(*given)[i] for i in form.found.order] for m in (served, plain))
         assert record["topk_fwd"]
         assert [out.dtype for out in mine] == [out.dtype for out in theirs]
         eps = torch.finfo(theirs[1].dtype).eps
@@ -110,6 +112,31 @@ def test_inputs_that_no_trial_had(kernel, everywhere):
     with torch.autocast("cpu", torch.bfloat16):
         x = torch.randn(5, H)
         assert all(map(torch.equal, router(x), plain(x)))
+
+
+def test_an_argument_is_given_in_another_way(kernel, everywhere):
+    """By position or by name, too few, None, twice, and in another shape."""
+    x, bias = apart(6, torch.float32), torch.linspace(1.0, -1.0, E)
+    for name in ("given", "given or not", "not given"):
+        served = made(ROUTERS[name][0])
+        plain = copy.deepcopy(served)
+        serve_blocks(served)
+        for args, words in (
+            ((x, bias), {}), ((x,), {"bias": bias}), ((), {"x": x, "bias": bias}), ((x,), {}),
+            ((x, None), {}), ((x, bias), {"bias": bias}), ((x, bias[:-1]), {}), ((x, 0.5), {}),
+            ((x, bias, bias), {}), ((), {"bias": bias}), ((x,), {"word": bias}),
+        ):  # fmt: skip
+            wanted, found = (outcome(m, args, words) for m in (plain, served))
+            assert type(found) is type(wanted)
+            if isinstance(wanted, tuple):
+                assert torch.allclose(dense(*found), dense(*wanted), atol=1e-6)
+
+
+def outcome(module, args, words):
+    try:
+        return module(*args, **words)
+    except (RuntimeError, TypeError) as error:
+        return error
 
 
 def test_a_form_is_tried_once(kernel, monkeypatch):

@@ -91,6 +91,8 @@ class TopkOptions(NamedTuple):
     n_group: int = 1  # groups of experts, as many in each
     topk_group: int = 1  # of which experts may be chosen
     group_score: str = "top2"  # or "max"
+    eps: float = 0.0  # added to the sum of the chosen scores before it divides
+    rounds: bool = False  # scores, their sum and the weights, to the dtype of logits
 
 
 @call
@@ -127,7 +129,7 @@ class SharedGradient(NamedTuple):
 
 
 ALPHA = 1.702  # the activation "swigluoai" is gate * sigmoid(ALPHA gate) * (up + 1)
-LEAST = {"softmax": 0.0, "sigmoid": 1e-20}  # added to a sum of scores before it divides
+EPS = {"softmax": 0.0, "sigmoid": 1e-20}  # where the caller gives none
 
 
 def routing_size(entries: int, experts: int) -> int:

@@ -4,7 +4,7 @@ from ..runtime import checks
 from ..runtime.activations import OF_EXPERTS, SAME
 from ..runtime.call import tensors_in
 from ..runtime.ops import needs_grad
-from .call import Experts, ExpertsOptions, Topk, TopkOptions
+from .call import EPS, Experts, ExpertsOptions, Topk, TopkOptions
 
 SCORINGS = ("softmax", "sigmoid")
 GROUP_SCORES = ("top2", "max")
@@ -52,7 +52,7 @@ def fused_experts(call: Experts) -> Experts:
 
 
 def fused_topk(call: Topk) -> Topk:
-    logits, bias, (top_k, scoring, renormalize, scale, dtype, *groups) = call
+    logits, bias, (top_k, scoring, renormalize, scale, dtype, *groups, eps, rounds) = call
     sizes: dict = {}
     checks.has_shape("logits", logits, "T E", sizes)
     checks.is_floating("logits", logits)
@@ -64,11 +64,14 @@ def fused_topk(call: Topk) -> Topk:
     checks.is_one_of("scoring", scoring, SCORINGS)
     if bias is not None:
         checks.has_form("bias", bias, "E", sizes, "logits", logits)
-    checks.are_flags(renormalize=renormalize)
+    checks.are_flags(renormalize=renormalize, rounds=rounds)
     checks.is_number("scale", scale, "positive")
+    if eps is not None:
+        checks.is_number("eps", eps, "non-negative", " or None")
     if dtype is not None:
         checks.is_floating_dtype("dtype", dtype, ", or None")
-    more = (float(scale), dtype or logits.dtype, *groups)
+    eps = EPS[scoring] if eps is None else float(eps)
+    more = (float(scale), dtype or logits.dtype, *groups, eps, bool(rounds))
     return Topk(logits, bias, TopkOptions(top_k, scoring, bool(renormalize), *more))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..fp8 import reference as fp8
 from ..runtime.dtypes import at_least_fp32
 from ..swiglu import reference as swiglu
-from .call import ALPHA, LEAST, Experts, ExpertsBackward, TopkOptions
+from .call import ALPHA, Experts, ExpertsBackward, TopkOptions
 
 ACTIVATIONS = {**swiglu.ACTIVATIONS, "swigluoai": lambda x: F.silu(ALPHA * x) / ALPHA}
 SLOPES = {  # as swiglu.SLOPES
@@ -183,7 +183,10 @@ def topk_fwd(
     without a bias the logits themselves are compared. Groups are compared by scores.
     """
     scores = _scores(logits, options.scoring)
-    choice = at_least_fp32(logits) if bias is None else scores + bias
+    choice = at_least_fp32(logits)
+    if options.rounds:
+        scores = choice = scores.to(logits.dtype)
+    choice = choice if bias is None else scores + bias
     ids = choice.sort(dim=-1, descending=True, stable=True)[1]
     if options.n_group > 1:
         outside = outside_groups(scores if bias is None else choice, options)
@@ -191,7 +194,7 @@ def topk_fwd(
     ids = ids[:, : options.top_k]
     weights = scores.gather(-1, ids)
     if options.renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + LEAST[options.scoring])
+        weights = weights / (weights.sum(-1, keepdim=True) + options.eps)
     return (weights * options.scale).to(options.dtype), ids.contiguous()
 
 
@@ -204,7 +207,7 @@ def topk_bwd(
     scores = _scores(logits, options.scoring)
     dchosen, chosen = dweights.to(scores.dtype) * options.scale, scores.gather(-1, ids)
     if options.renormalize:
-        total = chosen.sum(-1, keepdim=True) + LEAST[options.scoring]
+        total = chosen.sum(-1, keepdim=True) + options.eps
         dchosen = (dchosen - (dchosen * chosen / total).sum(-1, keepdim=True)) / total
     dscores = torch.zeros_like(scores).scatter(-1, ids, dchosen)
     if options.scoring == "softmax":

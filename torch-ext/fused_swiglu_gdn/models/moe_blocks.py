@@ -31,7 +31,8 @@ from ..runtime import dispatch
 from ..runtime.dtypes import HALF
 from .code import Refused
 from .facts import Facts, read
-from .router_trial import DTYPES, Choice, find_choice, shapes_of, weight_among
+from .router_choice import Choice
+from .router_trial import DTYPES, arguments_of, find_choice, shapes_of, weight_among
 from .serving import own_class, why_not_on
 from .stand_ins import F64, features, probe_of, random
 from .trial import ANOTHER, form_key, inputs_of, refuse_odd_module, remembered, why_another
@@ -63,7 +64,8 @@ class Form(NamedTuple):
     kind: type
     pinned: Pinned
     guards: Tuple[Tuple[str, object], ...]
-    argument: str
+    arguments: Tuple[str, ...]
+    needed: int  # of the arguments
     found: Union[Choice, Parts]
 
 
@@ -85,7 +87,7 @@ def router_or_block(module: nn.Module) -> Optional[Tuple[str, Optional[str], Opt
     if form is None:
         return None
     if isinstance(form.found, Choice):
-        reason = _why_not_tensors(_tensors(module, form.found), form.found)
+        reason = _why_not_tensors(_tensors(module, form.found, form.arguments), form.found)
     else:
         reason = _why_not_block(module, form.found)
     return layer, reason, form
@@ -100,13 +102,13 @@ def form_of(module: nn.Module) -> Optional[Form]:
     if kind.__module__.split(".")[0] == "torch":
         return None
     if weight_among(module) is not None:
-        find, parts = find_choice, shapes_of(module)
+        find, parts, names = find_choice, shapes_of(module), arguments_of
     elif gates_among(module):
-        find, parts = find_parts, sizes_of(module)
+        find, parts, names = find_parts, sizes_of(module), lambda facts: (facts.only_argument(),)
     else:
         return None
     facts = read(kind, module)
-    argument, values = facts.only_argument(), facts.values_but("training")
+    arguments, values = names(facts), facts.values_but("training")
     for name in sorted(facts.reads):
         if name not in values and name != "training" and name not in dict(parts):
             raise Refused(f"its forward reads {name}, which is no number, word or flag")
@@ -115,21 +117,27 @@ def form_of(module: nn.Module) -> Optional[Form]:
         raise Refused(patched)
     key = (parts, *form_key(module, kind, facts, values))
     found = remembered(_found, key, find, module, kind, facts, values)
-    return Form(kind, facts.pinned, tuple(values.items()), argument, found)
+    needed = len(set(arguments).difference(facts.signature.defaults))
+    return Form(kind, facts.pinned, tuple(values.items()), arguments, needed, found)
 
 
-def _tensors(router: nn.Module, choice: Choice) -> tuple:
-    """weight, bias and added; None for each that is missing."""
-    names = choice.weight, choice.bias, choice.added
-    return tuple([None if name is None else getattr(router, name) for name in names])
+def _tensors(router: nn.Module, choice: Choice, arguments: tuple, bias=None) -> tuple:
+    """weight, bias and added; None for each that is missing. bias: the forward's argument."""
+    names = choice.weight, None if choice.bias in arguments else choice.bias, choice.added
+    weight, own, added = [None if name is None else getattr(router, name) for name in names]
+    return weight, bias if own is None else own, added
 
 
-def _choose(router: nn.Module, choice: Choice, x: torch.Tensor) -> Optional[tuple]:
+def _choose(
+    router: nn.Module, choice: Choice, arguments: tuple, x: torch.Tensor, given=None
+) -> Optional[tuple]:
     """logits [T, E], weights [T, K] and ids [T, K] in the order of the router.
 
     None if the class's own forward must run.
     """
-    tensors = weight, bias, _ = _tensors(router, choice)
+    if (given is None) is (choice.bias in arguments):
+        return None
+    tensors = weight, bias, _ = _tensors(router, choice, arguments, given)
     if _why_not_tensors(tensors, choice) or x.ndim not in choice.dims:
         return None
     if x.dtype is not weight.dtype or x.dtype not in DTYPES or x.shape[-1] != choice.shape[1]:
@@ -147,6 +155,8 @@ def _choose(router: nn.Module, choice: Choice, x: torch.Tensor) -> Optional[tupl
             n_group=choice.groups[0],
             topk_group=choice.groups[1],
             group_score=choice.groups[2],
+            eps=choice.eps,
+            rounds=choice.rounds,
         )
     except (TypeError, ValueError):  # what does not fit is its own forward's to take or refuse
         return None
@@ -154,7 +164,9 @@ def _choose(router: nn.Module, choice: Choice, x: torch.Tensor) -> Optional[tupl
     return out[first], out[second], out[third]
 
 
-def _add_shared(block: nn.Module, parts: Parts, x: torch.Tensor) -> Optional[torch.Tensor]:
+def _add_shared(
+    block: nn.Module, parts: Parts, _: tuple, x: torch.Tensor
+) -> Optional[torch.Tensor]:
     """A block's output, or None if the class's own forward must run."""
     w_gate, modules = _gate_of(block, parts), block._modules
     if w_gate is None or x.dtype is not w_gate.dtype or x.ndim != 3 or not x.is_contiguous():
@@ -172,20 +184,23 @@ _COMPUTE = {Choice: _choose, Parts: _add_shared}
 @functools.lru_cache(maxsize=1024)
 def forward_of(form: Form) -> Callable:
     """Returns a forward for the modules of a class: ours, or the class's own for other calls."""
-    kind, pinned, guards, argument, found = form
-    compute = _COMPUTE[type(found)]
+    kind, pinned, guards, arguments, needed, found = form
+    compute, most = _COMPUTE[type(found)], len(arguments)
 
     def forward(self, *args, **kwargs):
-        x = args[0] if len(args) == 1 else kwargs.get(argument)
+        given = args
+        if kwargs:
+            given = (*args, *[kwargs[name] for name in arguments[len(args) :] if name in kwargs])
+        x = given[0] if given else None
         if (
-            len(args) + len(kwargs) == 1
+            needed <= len(args) + len(kwargs) == len(given) <= most
             and type(x) in PLAIN_TENSORS
             and not torch.is_autocast_enabled(x.device.type)
             and not torch.compiler.is_dynamo_compiling()  # which cannot trace the next questions
             and torch_unpatched()
             and pinned.unchanged(self, guards)
         ):
-            out = compute(self, found, x)
+            out = compute(self, found, arguments, *given)
             if out is not None:
                 return out
         return kind.forward(self, *args, **kwargs)

@@ -1,27 +1,27 @@
 """The equivalence check of routers: which choice of experts a class makes.
 
-The forward of the class is run on a probe module, with random weights of the
-module's own sizes. Its logits must be a product of input and weight, and its weights and experts
-those that experts/reference.py gives for these logits.
+The forward of the class is run on a probe module, with random weights of the module's own sizes; a
+second tensor that it may be given is the bias of the choice. Its logits must be a product of input
+and weight, and its weights and experts those that experts/reference.py gives for these logits.
 """
 
+import collections
 import itertools
 import math
-from typing import Iterator, NamedTuple, Optional, Tuple
+from typing import Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..experts import reference
-from ..experts.call import LEAST, TopkOptions
+from ..experts.call import EPS, TopkOptions
 from ..layers.plain import told
-from ..projection.project import project
 from ..runtime.dtypes import HALF
 from .code import Refused
 from .facts import CHOOSE, Facts
 from .gradients import same_gradients
+from .router_choice import Choice
 from .stand_ins import probe_of, random, run
 from .trial import refuse_odd_module, sizes_of
 
@@ -32,6 +32,7 @@ DTYPES = (torch.bfloat16, torch.float16, F32)
 CASES = (
     ((2, 9), 1.0, 0.0), ((1, 5), 5.0, 0.0), ((2, 6), 20.0, -100.0), ((1, 9), 4.0, -20.0),
     ((1, 1), 2.0, 1.0), ((3, 3), 60.0, 0.0), ((1, 12), 0.1, 0.0),
+    ((1, 7), 3.0, -45.0),
 )  # fmt: skip
 APART = 1e-5  # of scores for the choice: between closer ones either may be chosen
 MOST = 4096  # experts
@@ -42,54 +43,7 @@ IN_GROUPS = "it chooses groups of experts first, by another rule than fused_topk
 ANOTHER_CHOICE = "its weights or experts are not those of fused_topk"
 ANOTHER_GRADIENT = "its gradients are not those of fused_topk"
 ANOTHER_RESULT = "it does not return logits, weights and experts"
-
-
-class Choice(NamedTuple):
-    """The computation of a forward with logits x @ weight.T + added. Names are of attributes."""
-
-    weight: str
-    shape: Tuple[int, int]  # experts and width
-    bias: Optional[str]  # added to the scores for the choice alone
-    added: Optional[str]
-    wide: bool  # the product is made in fp32
-    upcast: bool  # it is given as fp32
-    dims: Tuple[int, ...]  # that x may have
-    order: Tuple[int, ...]  # 0 logits, 1 weights, 2 experts, as they are returned
-    dtype: Optional[torch.dtype]  # of the weights; None: that of x
-    top_k: int
-    scoring: str
-    renormalize: bool
-    scale: float
-    groups: Tuple[int, int, str]  # how many, of which experts may be chosen, and their score
-
-    @property
-    def options(self) -> TopkOptions:
-        """dtype: that of the weights, if it is not that of x."""
-        more = self.scoring, self.renormalize, self.scale, self.dtype or F32
-        return TopkOptions(self.top_k, *more, *self.groups)
-
-    def logits(self, x: torch.Tensor, tensors) -> torch.Tensor:
-        """[T, E] of x [..., H]; tensors: weight, bias, added."""
-        (weight, _, added), x = tensors, x.reshape(-1, self.shape[1])
-        if added is None and x.shape[0] == 1:
-            found = project(x, [weight], fp32=self.wide)
-            if found is not None:
-                return found[0].float() if self.upcast else found[0]
-        if self.wide:
-            if added is None and _by_tensor_cores(x, weight):
-                return torch.mm(x, weight.t(), out_dtype=torch.float32)
-            return F.linear(x.float(), weight.float(), None if added is None else added.float())
-        logits = F.linear(x, weight, added)
-        return logits.float() if self.upcast else logits
-
-
-def _by_tensor_cores(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """True if x @ weight.T in fp32 may be made of x and weight as they are, in bf16 or fp16: the
-    product of two such numbers is exact in fp32. Such a call has no gradient."""
-    learns = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    same = x.dtype is weight.dtype and x.dtype in HALF and x.device == weight.device
-    on_nvidia = x.is_cuda and torch.version.hip is None
-    return on_nvidia and same and not learns and not torch.compiler.is_compiling()
+LEAST_EPS, MOST_EPS = 1e-30, 1e-3  # of numbers that a forward may add to a sum of scores
 
 
 def weight_among(module: nn.Module) -> Optional[str]:
@@ -110,22 +64,32 @@ def find_choice(module: nn.Module, kind: type, facts: Facts, values: dict) -> Ch
     """The computation of a router; raises Refused."""
     weight, shapes = weight_among(module), dict(shapes_of(module))
     refuse_odd_module(module, kind, facts, shapes, "__call__")
+    if facts.parts:  # functions of the module's own, which may be replaced
+        raise Refused(f"its forward calls {min(facts.parts)}")
     if not facts.names & CHOOSE or shapes[weight][0] > MOST:  # a head of a vocabulary
         raise Refused(f"it does not choose among at most {MOST} experts")
     experts = shapes[weight][:1]
     vectors = [n for n, shape in shapes.items() if shape == experts and n in facts.reads]
+    given = (*arguments_of(facts)[1:], None)[0]
     roles = [pair for pair in itertools.product((*vectors, None), repeat=2)
              if len({*pair}) == 2 or not vectors]  # fmt: skip
+    if given is not None:
+        roles = [(given, added) for bias, added in roles if bias is None] + roles
     numbers = [v for v in values.values() if type(v) in (int, float) and v > 0]
     scales = tuple(dict.fromkeys([1.0, *(float(s) for v in numbers for s in (v, 1.0 / v))]))
     counts = [v for n, v in values.items() if "group" in n and type(v) is int and v > 0]
     groups, weights = _groupings(counts, shapes[weight][0]), _weights(*shapes[weight])
-    reasons = []
-    for pair in roles:
+    sums = [0.0, EPS["sigmoid"], *numbers, *_constants(facts)]
+    sums = tuple(dict.fromkeys(e for e in sums if not e or LEAST_EPS < e < MOST_EPS))
+    reasons, usual = [], (None,)
+    for pair, added in itertools.product(roles, (usual, sums)):
+        if added is sums and reasons[-1] != ANOTHER_CHOICE:
+            continue
         for dims in ((2, 3), (2,), (3,)):
             names = weight, tuple(shapes[weight]), *pair
+            ways = added, scales, groups
             try:
-                return _tried(module, kind, facts, names, weights, dims, (scales, groups))
+                return _tried(module, kind, facts, names, weights, dims, given, ways)
             except Refused as why:
                 reasons.append(str(why))
                 if reasons[-1] in (ANOTHER_PRODUCT, ANOTHER_CHOICE):
@@ -133,6 +97,22 @@ def find_choice(module: nn.Module, kind: type, facts: Facts, values: dict) -> Ch
     reason = ANOTHER_CHOICE if ANOTHER_CHOICE in reasons else reasons[0]
     grouped = any(count > 1 for count in counts)
     raise Refused(IN_GROUPS if grouped and reason == ANOTHER_CHOICE else reason)
+
+
+def arguments_of(facts: Facts) -> Tuple[str, ...]:
+    """The names of a router's input and, if it has one, of a second argument: the bias or None."""
+    known = facts.signature
+    if len(known.positional) == len(known.names) == 2 and not (known.several or known.more):
+        first, second = known.names
+        if first not in known.defaults and known.defaults.get(second) is None:
+            return known.names
+    return (facts.only_argument(),)
+
+
+def _constants(facts: Facts) -> List[float]:
+    """The numbers that are written in a forward."""
+    every = [c for function in facts.functions for c in function.__code__.co_consts]
+    return [c for c in every if type(c) is float]
 
 
 def _groupings(counts: list, E: int) -> tuple:
@@ -143,15 +123,18 @@ def _groupings(counts: list, E: int) -> tuple:
     return (ALL, *found)
 
 
-def _tried(module, kind, facts: Facts, named: tuple, weights: dict, dims, more) -> Choice:
+def _tried(
+    module, kind, facts: Facts, named: tuple, weights: dict, dims, given: Optional[str], ways: tuple
+) -> Choice:
     """The choice, for given roles of bias and added in `named`; raises Refused."""
-    found, rows, experts = None, 0, named[1][0]
+    found, rows, experts = None, collections.Counter(), named[1][0]
     inputs = _inputs(named, weights, dims, sizes_of(facts, named[1][1]))
     for (x, names, tensors), training in itertools.product(inputs, facts.modes):
+        args = (x,) if given is None else (x, names.pop(given, None))
         probe = probe_of(module, kind, parameters=names, training=training)
-        out, order = _outputs(facts.forward, probe, x, experts)
+        out, order = _outputs(facts.forward, probe, args, experts)
         if found is None:
-            found = _candidates(x, out, named, (dims, order), *more)
+            found = _candidates(x, out, named, (dims, order), *ways)
         found = [c for c in found if c.order == order]
         products = {c[:6]: c for c in found}.items()
         right = {key for key, c in products if _is_product(x, tensors, out[0], c)}
@@ -159,10 +142,12 @@ def _tried(module, kind, facts: Facts, named: tuple, weights: dict, dims, more) 
         found = [c for c, count in counts.items() if count is not None]
         if not found:
             raise Refused(ANOTHER_CHOICE if right else ANOTHER_PRODUCT)
-        rows += max(map(counts.get, found))
-    if rows < LEAST_ROWS:
+        rows.update({c: counts[c] for c in found})
+    found = [c for c in found if rows[c] >= LEAST_ROWS]
+    if not found:
         raise Refused("its choice is uncertain")
     x, names, tensors = next(c for c in _inputs(named, weights, dims[:1], []) if c[0].dtype == F32)
+    rest = () if given is None else (names.pop(given, None),)
     probe, options = probe_of(module, kind, None, names, training=True), found[0].options
 
     def ours(x: torch.Tensor) -> tuple:
@@ -170,7 +155,7 @@ def _tried(module, kind, facts: Facts, named: tuple, weights: dict, dims, more) 
         return logits, reference.topk_fwd(logits, tensors[1], options._replace(dtype=F32))[0]
 
     def theirs(x: torch.Tensor) -> tuple:
-        return _outputs(facts.forward, probe, x, experts)[0][:2]
+        return _outputs(facts.forward, probe, (x, *rest), experts)[0][:2]
 
     if not same_gradients(facts, [x], ours, theirs):
         raise Refused(ANOTHER_GRADIENT)
@@ -223,12 +208,12 @@ class Unsorted(TorchFunctionMode):
         return out
 
 
-def _outputs(forward, probe: nn.Module, x: torch.Tensor, experts: int) -> tuple:
+def _outputs(forward, probe: nn.Module, args: tuple, experts: int) -> tuple:
     """The Outputs of a forward, and their order; raises Refused."""
-    given = (x, *probe._parameters.values())
-    before = [tensor._version for tensor in given]
+    given = [x for x in (*args, *probe._parameters.values()) if x is not None]
+    before, x = [tensor._version for tensor in given], args[0]
     with Unsorted() as unsorted:
-        out = run(forward, probe, x)
+        out = run(forward, probe, *args)
     if type(out) is not tuple or [*map(type, out)] != [torch.Tensor] * 3:
         raise Refused(ANOTHER_RESULT)
     if [tensor._version for tensor in given] != before:
@@ -255,16 +240,21 @@ def _in_order(top: torch.Tensor, theirs: torch.Tensor, mine: torch.Tensor, rows)
 
 
 def _candidates(
-    x: torch.Tensor, out: Outputs, named: tuple, more: tuple, scales: tuple, groups: tuple
-) -> list:
-    """The choices that the first run, in bf16, leaves possible."""
+    x: torch.Tensor, out: Outputs, named: tuple, more: tuple, added: tuple, scales: tuple,
+    groups: tuple,
+) -> list:  # fmt: skip
+    """The choices that the first run, in bf16, leaves possible. added: numbers that may be added to
+    a sum of scores; None is what usually is, and then nothing is rounded."""
     logits, weights, ids, _ = out
     dtype = None if weights.dtype == x.dtype else weights.dtype
     wide = ((False, False),) if logits.dtype == x.dtype else ((True, False), (False, True))
     K, E = ids.shape[1], logits.shape[1]
     groups = [g for g in groups if K <= E // g[0] * g[1]]
-    every = itertools.product(wide, LEAST, (True, False), scales, groups)
-    return [Choice(*named, *w, *more, dtype, ids.shape[1], *how) for w, *how in every]
+    ways = [(scoring, EPS[scoring] if e is None else e, rounds) for scoring in EPS for e in added
+            for rounds in ((False,) if e is None else (False, True))]  # fmt: skip
+    every = itertools.product(wide, ways, (True, False), scales, groups)
+    every = [given for given in every if given[2] or not given[1][1] or added == (None,)]
+    return [Choice(*named, *w, *more, dtype, ids.shape[1], *way, *how) for w, way, *how in every]
 
 
 def _is_product(x: torch.Tensor, tensors: tuple, theirs: torch.Tensor, choice: Choice) -> bool:
@@ -281,6 +271,14 @@ def _is_product(x: torch.Tensor, tensors: tuple, theirs: torch.Tensor, choice: C
 def _apart(last: torch.Tensor, next_: torch.Tensor, biased: bool) -> torch.Tensor:
     """True for tokens whose last chosen score exceeds the next one, however both are rounded."""
     return last - next_ > APART * (1.0 if biased else last.abs())
+
+
+def _rounded(scores: torch.Tensor, dtype: torch.dtype) -> tuple:
+    """Scores as they are in a dtype, and the tokens for which that does not depend on how they were
+    computed in fp32, or whether denormal ones become 0."""
+    low, high = ((scores * (1 + error)).to(dtype) for error in (-1e-6, 1e-6))
+    clear = (low == high) | (dtype not in HALF)
+    return scores.to(dtype).double(), (clear & (scores >= torch.finfo(dtype).tiny)).all(-1)
 
 
 def _in_groups(scores: torch.Tensor, options: TopkOptions, biased: bool) -> tuple:
@@ -302,10 +300,15 @@ def _rows_alike(out: Outputs, bias, choice: Choice, x: torch.Tensor) -> Optional
         return None
     wide, options = logits.double(), choice.options._replace(dtype=weights.dtype)
     scores = wide.softmax(-1) if choice.scoring == "softmax" else wide.sigmoid()
-    scores = scores if bias is None else scores + bias.double()
+    clear, rounds = True, options.rounds
+    if rounds:
+        scores, clear = _rounded(scores, logits.dtype)
+    if bias is not None:
+        scores = scores + bias.double()
+        scores = scores.to(bias.dtype).double() if rounds else scores
     sure, scores = _in_groups(scores, options, bias is not None)
     top = scores.topk(min(K + 1, E), -1)[0]
-    rows = sure & (_apart(top[:, K - 1], top[:, -1], bias is not None) | (K == E))
+    rows = sure & clear & (_apart(top[:, K - 1], top[:, -1], bias is not None) | (K == E))
     made, ours = reference.topk_fwd(logits, bias, options)
     mine, theirs = (
         torch.zeros_like(wide).scatter(1, i, w.double())[rows]
@@ -315,4 +318,6 @@ def _rows_alike(out: Outputs, bias, choice: Choice, x: torch.Tensor) -> Optional
         return None
     eps = torch.finfo(weights.dtype).eps
     rtol, atol = (eps, 1e-7) if eps > APART else (2 * APART, 1e-9)
-    return int(rows.sum()) if torch.allclose(theirs, mine, rtol=rtol, atol=atol) else None
+    rtol = rtol / 4 if rounds else rtol  # the same steps
+    limits = {"rtol": rtol, "atol": atol, "equal_nan": True}  # where nothing is added to zeros
+    return int(rows.sum()) if torch.allclose(theirs, mine, **limits) else None

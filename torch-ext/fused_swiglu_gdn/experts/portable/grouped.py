@@ -30,7 +30,7 @@ def _grouped_topk_kernel(
     scale,
     K: tl.constexpr,
     SLOTS: tl.constexpr,  # K, rounded up to a power of two
-    SOFTMAX: tl.constexpr, RENORMALIZE: tl.constexpr, LEAST: tl.constexpr, GROUPS: tl.constexpr,
+    SOFTMAX: tl.constexpr, RENORMALIZE: tl.constexpr, EPS: tl.constexpr, GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
     CHOSEN: tl.constexpr,  # groups of a token
     BY_TWO: tl.constexpr, GROUPS_PADDED: tl.constexpr, SIZE_PADDED: tl.constexpr,
@@ -69,4 +69,4 @@ def _grouped_topk_kernel(
     keys = tl.where(inside != 0, keys, _LEAST_KEY)
 
     out = (weights_ptr, ids_ptr)
-    _store_best(out, token, keys, e, scores, scale, K, SLOTS, RENORMALIZE, LEAST)
+    _store_best(out, token, keys, e, scores, scale, K, SLOTS, RENORMALIZE, EPS, None)

@@ -21,12 +21,21 @@ def _ranked(choice, e, EXPERTS: tl.constexpr):
 
 
 @triton.jit
+def _rounded(x, DTYPE: tl.constexpr):
+    """x in fp32, rounded to DTYPE if that is not None."""
+    if DTYPE is not None:
+        x = x.to(DTYPE).to(tl.float32)
+    return x
+
+
+@triton.jit
 def _store_best(
     out,  # pointers to weights [T, K] and ids [T, K]
     token,
     keys,  # [EXPERTS], as scores and the experts' numbers e
     e, scores, scale,
-    K: tl.constexpr, SLOTS: tl.constexpr, RENORMALIZE: tl.constexpr, LEAST: tl.constexpr,
+    K: tl.constexpr, SLOTS: tl.constexpr, RENORMALIZE: tl.constexpr, EPS: tl.constexpr,
+    ROUNDED: tl.constexpr,  # the dtype to which each step is rounded, or None
 ):  # fmt: skip
     """Stores the K experts of a token with the largest keys, the largest first."""
     weights_ptr, ids_ptr = out
@@ -39,7 +48,8 @@ def _store_best(
         weights = tl.where(slot == k, tl.sum(tl.where(first, scores, 0.0), 0), weights)
         keys = tl.where(first, _LEAST_KEY, keys)
     if RENORMALIZE:
-        weights = weights / (tl.sum(weights, 0) + LEAST)
-    weights = (weights * scale).to(weights_ptr.dtype.element_ty)
+        total = _rounded(_rounded(tl.sum(weights, 0), ROUNDED) + EPS, ROUNDED)
+        weights = _rounded(weights / total, ROUNDED)
+    weights = _rounded(weights * scale, ROUNDED).to(weights_ptr.dtype.element_ty)
     tl.store(weights_ptr + token * K + slot, weights, mask=slot < K)
     tl.store(ids_ptr + token * K + slot, ids.to(tl.int64), mask=slot < K)

@@ -14,9 +14,9 @@ from ...runtime.dtypes import SERVED, served
 from ...runtime.launch import Launch
 from ...runtime.primitives import after_predecessor
 from ...runtime.sizes import next_power_of_2
-from ..call import LEAST, Topk, TopkGradient
+from ..call import Topk, TopkGradient
 from .grouped import _grouped_topk_kernel
-from .ranks import _ranked, _store_best
+from .ranks import _ranked, _rounded, _store_best
 
 
 @triton.jit
@@ -39,8 +39,9 @@ def _topk_kernel(
     scale, E,
     K: tl.constexpr,
     SLOTS: tl.constexpr,  # K, rounded up to a power of two
-    SOFTMAX: tl.constexpr, RENORMALIZE: tl.constexpr, LEAST: tl.constexpr,
+    SOFTMAX: tl.constexpr, RENORMALIZE: tl.constexpr, EPS: tl.constexpr,
     EXPERTS: tl.constexpr,  # E, rounded up
+    ROUNDS: tl.constexpr,  # every step to the dtype of logits
     PDL: tl.constexpr,  # the next launch may begin before this one has ended
 ):  # fmt: skip
     after_predecessor(PDL)
@@ -48,12 +49,19 @@ def _topk_kernel(
     e = tl.arange(0, EXPERTS)
     logits, scores = _scores(logits_ptr, token, E, SOFTMAX, EXPERTS)
     choice = logits
+    if ROUNDS:
+        scores = _rounded(scores, logits_ptr.dtype.element_ty)
+        choice = tl.where(e < E, scores, float("-inf"))
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + e, mask=e < E, other=0.0).to(tl.float32)
-        choice = tl.where(e < E, scores + bias, float("-inf"))
+        choice = scores + bias
+        if ROUNDS and bias_ptr.dtype == logits_ptr.dtype:
+            choice = _rounded(choice, logits_ptr.dtype.element_ty)
+        choice = tl.where(e < E, choice, float("-inf"))
     keys = _ranked(choice, e, EXPERTS)
     out = (weights_ptr, ids_ptr)
-    _store_best(out, token, keys, e, scores, scale, K, SLOTS, RENORMALIZE, LEAST)
+    dtype: tl.constexpr = logits_ptr.dtype.element_ty if ROUNDS else None
+    _store_best(out, token, keys, e, scores, scale, K, SLOTS, RENORMALIZE, EPS, dtype)
 
 
 @triton.jit(do_not_specialize=["E"])
@@ -63,7 +71,7 @@ def _topk_backward_kernel(
     ids_ptr,  # [T, K]
     dlogits_ptr,  # [T, E]
     scale, E,
-    K: tl.constexpr, SOFTMAX: tl.constexpr, RENORMALIZE: tl.constexpr, LEAST: tl.constexpr,
+    K: tl.constexpr, SOFTMAX: tl.constexpr, RENORMALIZE: tl.constexpr, EPS: tl.constexpr,
     EXPERTS: tl.constexpr,
     PDL: tl.constexpr,  # as above
 ):  # fmt: skip
@@ -79,7 +87,7 @@ def _topk_backward_kernel(
         gradient = tl.where(here, dweight * scale, gradient)
         chosen = chosen | here
     if RENORMALIZE:
-        total = tl.sum(tl.where(chosen, scores, 0.0), 0) + LEAST
+        total = tl.sum(tl.where(chosen, scores, 0.0), 0) + EPS
         mean = tl.sum(tl.where(chosen, gradient * scores, 0.0), 0) / total
         gradient = tl.where(chosen, (gradient - mean) / total, 0.0)
     if SOFTMAX:
@@ -92,12 +100,17 @@ def _topk_backward_kernel(
 
 def _launch(kernel, call, *slots: int) -> Optional[Launch]:
     """The launch of a call or of its gradient, or None if they have no kernels for its sizes."""
-    (T, E), (K, scoring, renormalize, scale, dtype, *groups) = call.logits.shape, call.options
+    (T, E), options = call.logits.shape, call.options
+    K, scoring, renormalize, scale, dtype, *groups, eps, rounds = options
     if not (0 < E <= 1024 and K <= 64 and T < 2**31 and dtype in SERVED and served(call.logits)):
         return None
-    constexprs = (K, *slots, scoring == "softmax", renormalize, LEAST[scoring])
+    constexprs = (K, *slots, scoring == "softmax", renormalize, eps)
     numbers, sizes = (scale, E), (max(32, next_power_of_2(E)),)
+    if kernel is _topk_kernel:
+        sizes = (*sizes, rounds)
     if kernel is _grouped_topk_kernel:
+        if rounds:
+            return None
         count, most, by = groups
         parts = next_power_of_2(count), next_power_of_2(E // count)
         if parts[0] * parts[1] > 1024:
