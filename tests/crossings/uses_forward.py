@@ -17,14 +17,8 @@ def layers_of(model):
 # ---- what goes in
 
 
-@use("a prompt")
-def prompt(s):
-    return logits(s.served(), s.ids())
-
-
-@use("a prompt of 70 tokens")
-def long_prompt(s):
-    return logits(s.served(), s.ids(1, 70))
+use("a prompt")(lambda s: logits(s.served(), s.ids()))
+use("a prompt of 70 tokens")(lambda s: logits(s.served(), s.ids(1, 70)))
 
 
 @use("padding on the left")
@@ -104,9 +98,7 @@ def expanded(s):
     return logits(s.serve(model), s.ids())
 
 
-@use("no rows")
-def no_rows(s):
-    return logits(s.served(), s.ids()[:0])
+use("no rows")(lambda s: logits(s.served(), s.ids()[:0]))
 
 
 @use("no rows, loss and gradients")
@@ -118,14 +110,8 @@ def no_rows_backward(s):
     return {"loss": loss, "gradient": grads}
 
 
-@use("no tokens")
-def no_tokens(s):
-    return logits(s.served(), s.ids()[:, :0])
-
-
-@use("logits_to_keep")
-def kept(s):
-    return logits(s.served(), s.ids(), logits_to_keep=2)
+use("no tokens")(lambda s: logits(s.served(), s.ids()[:, :0]))
+use("logits_to_keep")(lambda s: logits(s.served(), s.ids(), logits_to_keep=2))
 
 
 @use("hidden states")
@@ -252,9 +238,7 @@ in_dtype("bfloat16() afterwards", lambda model: model.bfloat16())
 in_dtype("double() afterwards", lambda model: model.double())
 
 
-@use("half() before", rough=True)
-def half_before(s):
-    return logits(s.serve(s.make().half()), s.ids())
+use("half() before", rough=True)(lambda s: logits(s.serve(s.make().half()), s.ids()))
 
 
 @use("autocast", rough=True)
@@ -604,9 +588,7 @@ def twice(s):
     return [first, logits(s.restore(model), s.ids())]
 
 
-@use("memory that processes share")
-def shared(s):
-    return logits(s.served().share_memory(), s.ids())
+use("memory that processes share")(lambda s: logits(s.served().share_memory(), s.ids()))
 
 
 @use("moved to meta and back")
@@ -629,9 +611,7 @@ def compiled(model, backend="eager", **options):
     return torch.compile(model, backend=backend, fullgraph=True, **options)
 
 
-@use("torch.compile in one graph", slow=True)
-def compiled_prompt(s):
-    return logits(compiled(s.served()), s.ids())
+use("torch.compile in one graph", slow=True)(lambda s: logits(compiled(s.served()), s.ids()))
 
 
 @use("torch.compile, sizes that vary", slow=True)

@@ -159,14 +159,8 @@ def alone(c):
     return found, c.expected_gradients()[-len(found) :]
 
 
-@use("no rows")
-def no_rows(c):
-    return c.both(c.given(B=0)), c.expected_both(B=0)
-
-
-@use("no tokens")
-def no_tokens(c):
-    return c.both(c.given(T=0)), c.expected_both(T=0)
+use("no rows")(lambda c: (c.both(c.given(B=0)), c.expected_both(B=0)))
+use("no tokens")(lambda c: (c.both(c.given(T=0)), c.expected_both(T=0)))
 
 
 @use("no rows, gradient of a sum", only=has_gradients)
@@ -187,9 +181,7 @@ def one(c):
     return c.both(c.given(B=1, T=1)), c.expected_both(B=1, T=1)
 
 
-@use("67 tokens")
-def many(c):
-    return c.both(c.given(T=67)), c.expected_both(T=67)
+use("67 tokens")(lambda c: (c.both(c.given(T=67)), c.expected_both(T=67)))
 
 
 @use("repeats, bit for bit")
@@ -389,14 +381,8 @@ def expanded(c):
 # ---- what torch does around a call
 
 
-@use("checkpointing, use_reentrant", only=has_gradients)
-def reentrant(c):
-    return checkpointed(c, True)
-
-
-@use("checkpointing, not use_reentrant", only=has_gradients)
-def not_reentrant(c):
-    return checkpointed(c, False)
+use("checkpointing, use_reentrant", only=has_gradients)(lambda c: checkpointed(c, True))
+use("checkpointing, not use_reentrant", only=has_gradients)(lambda c: checkpointed(c, False))
 
 
 def checkpointed(c, use_reentrant: bool):

@@ -159,9 +159,7 @@ def changed(s, model):
     return [first, generate(s, model, kept=False)]
 
 
-@both("after half()", rough=True)
-def halved(s, model):
-    return generate(s, model.half())
+both("after half()", rough=True)(lambda s, model: generate(s, model.half()))
 
 
 @both("under autocast", rough=True)
@@ -178,9 +176,7 @@ def inference(s, model):
     return [inside, generate(s, model, kept=False)]
 
 
-@both("a deepcopy")
-def copied(s, model):
-    return generate(s, copy.deepcopy(model), kept=False)
+both("a deepcopy")(lambda s, model: generate(s, copy.deepcopy(model), kept=False))
 
 
 @both("a pickle")
