@@ -4,6 +4,7 @@ imported and computes, and the interpreter runs every portable kernel."""
 import ast
 import functools
 import json
+import re
 import tokenize
 
 import pytest
@@ -117,6 +118,15 @@ def picture() -> str:
         for floor, room in high
     ]
     return "\n".join([*lines, f"1  {ground}", "0  runtime"])
+
+
+@pytest.mark.parametrize("room", ["decoding", "layers", "models"])
+def test_a_large_room_says_what_its_files_are_for(room):
+    """By their names; files in a folder of its own by that of the folder."""
+    text = ast.get_docstring(tree_of(PACKAGE / room / "__init__.py"))
+    parts = {path.relative_to(PACKAGE / room).with_suffix("").parts[0] for path in files_of(room)}
+    missing = sorted(parts - {"__init__", *re.findall(r"\w+", text)})
+    assert not missing, f"say in {room}/__init__.py what these files are for: {missing}"
 
 
 def test_contributing_shows_the_rooms_as_they_are():

@@ -7,6 +7,15 @@ Example:
     (True, True)
     >>> "Qwen3_5GatedDeltaNet" in layers.__all__
     True
+
+The files by what they are for:
+
+- forwards: swiglu, norm, attention, latent_attention, decoder, gdn and kda (with delta, replay),
+  lora, fp8/; what they share: forward, projections, few_tokens, slots, activations, gates,
+  positions, tensor_parallel
+- under the names of others: functions, hub_functions, hub_norm
+- whether a module is still what was recognised: plain, pinned, pins, own_code, own_classes,
+  others_code
 """
 
 from .delta import FusedRMSNormGated

@@ -1,4 +1,18 @@
-"""Recognises modules of models and replaces their forwards: directly, or through `kernels`."""
+"""Recognises modules of models and replaces their forwards: directly, or through `kernels`.
+
+`apply` has kernelize. For each module `recognise` asks every kind of modules whether it is one of
+theirs, and `serving` gives it our forward. It is one if a trial of its class's forward agrees with
+ours. The files by what they are for:
+
+- what a forward may read: trust, facts, code
+- trials: trial (what is tried and compared), stand_ins, opaque and handed (stubs), gradients
+- kinds of modules: mlp; norm_trial; attention_trial, attention_learning; latent_trial; layer_trial;
+  gated_delta_net, gdn_trial, kimi_delta_attention, kda_trial, delta_layers, delta_trial;
+  moe_blocks, router_trial, router_choice; experts, experts_trial; fp8_linear, fp8_experts; lora;
+  formats
+- whole models: loss, fused_loss, training_graphs, layer_step, context_attention, mtp
+- for people: report, releases, hub
+"""
 
 from ..decoding.graphed_step import graphed_step
 from .apply import kernelize, restore
