@@ -69,7 +69,9 @@ def asks_for_attention(kind: type) -> bool:
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         for value in vars(base).values():
             for _ in range(20):  # decorators
-                value = getattr(value, "__wrapped__", value)
+                if not hasattr(value, "__wrapped__"):
+                    break
+                value = value.__wrapped__
             code = getattr(value, "__code__", None)
             if code is None:
                 continue
