@@ -5,10 +5,9 @@
 
 A Llama of SmolLM2-135M's sizes and a Qwen3 of Qwen3-0.6B's, with random weights, take steps of
 AdamW on 4 x 1024 tokens: all of their weights in fp32 under autocast, or in bf16, and LoRA's
-adapters (the peft package) on frozen weights in bf16, under autocast and without. `graphs` is
-kernelize(model, training_graphs=True). The models take each step in turns, from an idle GPU to an
-idle GPU: the record has the medians, the memory of the device that each side takes for its steps,
-without its weights, and how much of it it keeps between steps.
+adapters (the peft package) on frozen weights in bf16, under autocast and without. The models take
+each step in turns, from an idle GPU to an idle GPU: the record has the medians, the memory of the
+device that each side takes for its steps, without its weights, and what it keeps between steps.
 """
 
 import copy
@@ -33,7 +32,7 @@ WAYS = {
     "AdamW, weights in fp32 under autocast": (SMALL, torch.float32, True, False),
     f"{QWEN}, AdamW, weights in fp32 under autocast": (QWEN, torch.float32, True, False),
 }
-SIDES = {"ours": {}, "graphs": {"training_graphs": True}, "modeling": None}
+SIDES = {"ours": {}, "ours, training_graphs": {"training_graphs": True}, "modeling": None}
 WARM = 4  # steps; the third captures graphs
 
 

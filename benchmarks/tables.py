@@ -80,6 +80,16 @@ def of_launches_of_steps(record: dict) -> str:
     return table(head, rows)
 
 
+def of_memory_of_steps(record: dict) -> str:
+    """GiB that training takes without its weights: in a step, and what it keeps between steps."""
+    ways, rows = names(row["mib_in_steps"] for row in record["rows"]), []
+    head = ["", *(f"{title_of(way, record)}, GiB in, between steps" for way in ways)]
+    for row in record["rows"]:
+        found = [(row["mib_in_steps"][way], row["mib_between_steps"][way]) for way in ways]
+        rows.append([row["what"], *(f"{a / 1024:.1f}, {b / 1024:.1f}" for a, b in found)])
+    return table(head, rows)
+
+
 def of_errors(record: dict) -> str:
     """Ours as it serves: the first of OURS that is there; beside it the peers."""
     found = list(errors(record))

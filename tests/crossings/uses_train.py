@@ -36,6 +36,37 @@ training(
 )
 
 
+def graphed(name, before=lambda model, i: None, words=lambda s, i: {}, **facts):
+    """Steps of a model whose layers train by CUDA graphs from the third on."""
+
+    @use(f"{name}, CUDA graphs of layers", graphs=True, **facts)
+    def run(s):
+        model, found = s.served(training_graphs=True).train(), []
+        for i in range(4):
+            before(model, i)
+            with torch.autocast(s.device, torch.bfloat16, enabled=bool(facts.get("rough"))):
+                how = {"use_cache": False, **words(s, i)}
+                found.append(step(model, s.ids(seed=2 * i), s.ids(seed=2 * i + 1), **how))
+            with torch.no_grad():
+                for p in [p for p in model.parameters() if p.grad is not None]:
+                    p.mul_(0.99)
+        return found
+
+
+graphed("steps of training")
+graphed("steps under autocast", rough=True)
+graphed("steps with positions of their own", words=lambda s, i: {"position_ids": s.ids() * 0 + i})
+graphed("steps with a cache", words=lambda s, i: {"use_cache": True})
+graphed(
+    "steps, then checkpointing",
+    lambda model, i: i == 3 and model.gradient_checkpointing_enable({"use_reentrant": False}),
+)
+graphed(
+    "steps, then other memory",
+    lambda model, i: [setattr(p, "data", p.data.clone()) for p in model.parameters() if i == 3],
+)
+
+
 @use("checkpointing set afterwards")
 def checkpointing_after(s):
     model = s.served().train()

@@ -50,7 +50,8 @@ def key_of(value, tensors: list) -> tuple:
         return (kind, *[(name, key_of(x, tensors)) for name, x in value.items()])
     if value is None or kind in PLAIN:
         return kind, value
-    raise Eager(f"an argument is a {kind.__name__}")
+    hint = ": pass use_cache=False" if "Cache" in kind.__name__ else ""
+    raise Eager(f"an argument is a {kind.__name__}{hint}")
 
 
 def _with(value, tensors) -> object:
