@@ -567,6 +567,9 @@ def test_the_report(kernel, device):  # noqa: F811
     report = kernel.kernelize(model, training_graphs=True)
     (row,) = [row for row in report.rows if row.layer == "training"]
     assert row.note == "CUDA graphs of 2 layers" and row.reason is None
+    model.model._tp_size = 2
+    report = kernel.kernelize(model, training_graphs=True)
+    assert "exchange tensors with other GPUs" in report.left[-1].reason
     report = kernel.kernelize(torch.nn.Linear(4, 4).to(device), training_graphs=True)
     assert "no layers of transformers" in report.rows[-1].reason
     with pytest.raises(TypeError, match="training_graphs"):

@@ -137,7 +137,7 @@ def kernelize(
         module, kind, note, reason = serve_graphs(model)
         rows.append(Row(module, kind, "decode", note, reason))
     if training_graphs:
-        rows.append(serve_training_graphs(modules, _place_of(model)))
+        rows.append(serve_training_graphs(modules, _place_of(model), cp_group is not None))
     serve_drafts(modules)
     rows += [_replays(model, rows, replay)] if replay else []
     return Report([row for row in rows if row is not None], _place_of(model)).warn_once()

@@ -11,119 +11,21 @@ import random
 import threading
 import weakref
 from functools import partial
-from typing import Callable, List, NamedTuple, Optional, Set, Tuple
+from typing import Callable, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from ..decoding.capture import Graph
-from ..decoding.graph_rules import IDLE
-from ..decoding.watch import PLAIN, ModelWatch
-from ..layers.plain import PLAIN_TENSORS, told, why_hooked
+from ..decoding.watch import ModelWatch
 from ..runtime.operation import keeps_graph
 from ..runtime.ops import last_derivative
-from .serving import is_sharded
+from .layer_call import Eager, filled, leaves_of, stand_ins, why_not
 
 # Relative difference of a replay from the eager layer beyond which it computes something else:
 # sums of cuDNN's and torch's attention may have another order each time
 CLOSE = {torch.float64: 1e-6, torch.float32: 1e-3}
 CLOSE_IN_HALF = 2e-2
-
-
-class Eager(Exception):
-    """Why a layer must run eagerly."""
-
-
-# -- arguments
-
-
-def key_of(value, tensors: list) -> tuple:
-    """The facts that arguments share with others of one graph; their tensors are appended."""
-    kind = type(value)
-    if kind in PLAIN_TENSORS and value.layout is torch.strided:
-        tensors.append(value)
-        facts = value.shape, value.stride(), value.dtype, value.device, value.requires_grad
-        return (Tensor, *facts)
-    if kind in (tuple, list):
-        return (kind, *[key_of(x, tensors) for x in value])
-    if kind is dict:
-        return (kind, *[(name, key_of(x, tensors)) for name, x in value.items()])
-    if value is None or kind in PLAIN:
-        return kind, value
-    hint = ": pass use_cache=False" if "Cache" in kind.__name__ else ""
-    raise Eager(f"an argument is a {kind.__name__}{hint}")
-
-
-def _with(value, tensors) -> object:
-    """The value with the next of the tensors in place of each of its own."""
-    if isinstance(value, Tensor):
-        return next(tensors)
-    if type(value) is dict:
-        return {name: _with(x, tensors) for name, x in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)([_with(x, tensors) for x in value])
-    return value
-
-
-# -- what is asked before a capture
-
-
-def _why_not(watch: ModelWatch, device: torch.device) -> Optional[str]:
-    """Reason why graphs would leave out something that a call of the layer does, or None."""
-    layer, *_ = watch.modules
-    for module in watch.modules:
-        kind, attributes = type(module).__name__, module.__dict__
-        if module is not layer:
-            hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-            if any([getattr(hook, "__module__", None) not in IDLE for hook in hooks]):
-                return f"its {kind} has a hook, which a graph would not call"
-            if module._backward_hooks or module._backward_pre_hooks or "_hf_hook" in attributes:
-                return f"its {kind} {why_hooked(module)}"
-        if "_is_fsdp_managed_module" in attributes or is_sharded(type(module)):
-            return "its weights are sharded (FSDP)"
-        for x in (*module._parameters.values(), *module._buffers.values()):
-            if x is None:
-                continue
-            if type(x) not in PLAIN_TENSORS or hasattr(x, "ds_id"):
-                return f"a weight of its {kind} is a {type(x).__name__} or partitioned"
-            if told(x, "device") != device:
-                return f"a weight of its {kind} is on {told(x, 'device')}, its input on {device}"
-            if x._backward_hooks or hasattr(x, "main_grad"):
-                return f"a weight of its {kind} has a hook or a main_grad"
-    return None
-
-
-@contextlib.contextmanager
-def _stand_ins(modules: List[nn.Module]):
-    """Gives modules other parameters on the same memory, by the ids of their own ones.
-
-    The nodes of autograd that add to the own ones' gradients may live, as with DDP, or as long as a
-    loss does, and have the stream of an eager step, which a capture may not wait for.
-    """
-    tables = [m._parameters for m in modules]
-    own = [(table, name, p) for table in tables for name, p in table.items() if p is not None]
-    made = {id(p): nn.Parameter(p.detach(), p.requires_grad) for _, _, p in own}
-    try:
-        for table, name, p in own:
-            table[name] = made[id(p)]
-        yield made
-    finally:
-        for table, name, p in own:
-            table[name] = p
-
-
-def _leaves(y: Tensor) -> Set[int]:
-    """Ids of the tensors that the gradient of y reaches."""
-    found, left, known = set(), [y.grad_fn], set()
-    while left:
-        node = left.pop()
-        if node is None or node in known:
-            continue
-        known.add(node)
-        if hasattr(node, "variable"):
-            found.add(id(node.variable))
-        left += [inner for inner, _ in node.next_functions]
-    return found
 
 
 def _generators(device: torch.device) -> list:
@@ -195,7 +97,7 @@ class LayerStep:
     def __init__(self, layer: nn.Module, call: Callable, args: tuple, kwargs: dict, tensors: list):
         self.device = device = tensors[0].device
         self.watch, self.lock, self.last = ModelWatch(layer), threading.Lock(), None
-        reason = _why_not(self.watch, device)
+        reason = why_not(self.watch, device)
         if reason is not None:
             raise Eager(reason)
         parts = [(m._parameters.values(), m._buffers.values()) for m in self.watch.modules]
@@ -208,7 +110,7 @@ class LayerStep:
             device.type, torch.get_autocast_dtype(device.type), cache_enabled=False,
             enabled=torch.is_autocast_enabled(device.type),
         )  # fmt: skip
-        with _stand_ins(self.watch.modules) as own:
+        with stand_ins(self.watch.modules) as own:
             leaves = [*self.static, *[own[id(p)] for p in self.params]]
             forward = partial(self._called, layer, call, args, kwargs)
             with _random_as_it_was(device) as drew:
@@ -234,7 +136,7 @@ class LayerStep:
         """The layer's output of the tensors that the graphs read."""
         static = iter(self.static)
         with self.mixed:
-            out = call(layer, *_with(args, static), **_with(kwargs, static))
+            out = call(layer, *filled(args, static), **filled(kwargs, static))
         self.in_tuple = type(out) is tuple and len(out) == 1
         out = out[0] if self.in_tuple else out
         if type(out) is not Tensor:
@@ -254,7 +156,7 @@ class LayerStep:
             y = forward()
             if not y.requires_grad:
                 raise Eager("nothing in it is trained")
-            if not _leaves(y) <= set(map(id, leaves)):
+            if not leaves_of(y) <= set(map(id, leaves)):
                 raise Eager("it trains a tensor that is no parameter of its modules")
             self.dy = y.detach().clone()
             return [y.detach(), *self._gradients(y, leaves)]

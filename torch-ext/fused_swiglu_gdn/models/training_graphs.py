@@ -17,7 +17,9 @@ from torch import nn
 
 from ..decoding.capture import Graph
 from ..layers.plain import Named, torch_unpatched
-from .layer_step import Eager, LayerStep, key_of
+from ..runtime import dispatch
+from .layer_call import Eager, key_of
+from .layer_step import LayerStep
 from .report import Row
 from .serving import GRAPHS, is_served, may_move, own_class, serve, why_replaced
 
@@ -130,11 +132,11 @@ def _may_replay() -> bool:
 
 
 def _modes(device: torch.device) -> tuple:
-    """torch's switches that change what a layer computes."""
+    """Switches that change what a layer computes."""
     C, kind = torch._C, device.type
     return (
         Graph.place(device), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind),
-        torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(),
+        dispatch.forced, torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(),
         C._get_flash_sdp_enabled(), C._get_mem_efficient_sdp_enabled(), C._get_math_sdp_enabled(),
         C._get_cudnn_sdp_enabled(), C._get_cublas_allow_tf32(),
     )  # fmt: skip
@@ -167,11 +169,14 @@ def _is_layer(module: nn.Module) -> bool:
     return any([k.__name__ == "GradientCheckpointingLayer" and k.__module__ == name for k in kinds])
 
 
-def serve_training_graphs(modules: Named, where: torch.device) -> Row:
-    """Makes the layers of a model train by CUDA graphs; returns a row of the report."""
+def serve_training_graphs(modules: Named, where: torch.device, exchanges: bool) -> Row:
+    """Makes the layers of a model train by CUDA graphs; returns a row of the report. exchanges:
+    layers of several GPUs send each other states."""
     kind, count, inside = type(modules[0][1]).__name__, 0, ""
     reason = None if may_move(where) else Graph.why_not(where)
-    if HOOKS is None:
+    if exchanges or any([m.__dict__.get("_tp_size") not in (None, 1) for _, m in modules]):
+        reason = "its layers exchange tensors with other GPUs"
+    elif HOOKS is None:
         reason = f"torch {torch.__version__} does not tell who saves activations"
     for name, module in modules if reason is None else ():
         if not _is_layer(module) or inside and name.startswith(inside):
