@@ -10,7 +10,7 @@ ours. The files by what they are for:
   gated_delta_net, gdn_trial, kimi_delta_attention, kda_trial, delta_layers, delta_trial;
   moe_blocks, router_trial, router_choice; experts, experts_trial; fp8_linear, fp8_experts; lora;
   formats
-- whole models: loss, fused_loss, training_graphs, layer_step, context_attention, mtp
+- whole models: loss, fused_loss, context_attention, mtp; training_graphs, layer_step, layer_call
 - for people: report, releases, hub
 """
 
