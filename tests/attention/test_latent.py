@@ -170,6 +170,32 @@ def test_error_beside_the_expanded_form(sizes, monkeypatch):
         assert relative_error(mine, right) <= 1.1 * relative_error(expanded(**x), right)
 
 
+# folder, sizes: those whose absorbed queries are two halves
+HALVES = [("portable", (1, 1, 2, 16, 16, 64, 32))] if INTERPRETING else [
+    ("hopper", GPU_SIZES[0]), ("hopper", GPU_SIZES[2]), ("portable", GPU_SIZES[2]),
+    ("portable", GPU_SIZES[4]), ("hopper", (1, 1, 32, 128, 64, 512, 128)),
+]  # fmt: skip
+
+
+@both_ways
+@pytest.mark.parametrize("folder, sizes", HALVES, ids=str)
+def test_error_over_many_slots(folder, sizes, monkeypatch):
+    """What one rounding of the absorbed queries adds is the same for all slots, and would be the
+    larger part of the error."""
+    if folder not in folders():
+        pytest.skip("needs a GPU of compute capability 9.0")
+    monkeypatch.setattr(submodule("runtime.device"), "multiprocessor_count", lambda _: 7)
+    x = problem((1, *sizes[1:]), S=4096 if INTERPRETING else 32768, dtype=HALF, device=DEVICE)
+    x["q"] /= 2
+    right = kernel.latent_attention_with_kvcache(**wide(x))
+    names = ("q", "latents", "rotated", "weight", "cache_seqlens", "attention_mask")
+    fields = (*map(x.get, names), sizes[3], x["q"].shape[-1] ** -0.5)
+    mine = prepared(
+        f"attention.{folder}.latent", "latent_attention", calls.LatentAttention, *fields
+    )
+    assert relative_error(mine, right) <= 1.1 * relative_error(expanded(**x), right)
+
+
 @pytest.mark.gpu
 @compiled
 def test_memory_of_a_batch():

@@ -3,7 +3,8 @@
     S^T = c qa^T + r q_rot^T         [64, rows]     c [64, C] and r [64, R]: a block of slots
     o^T = o^T shrink + c^T P^T       [C, rows]      the same block, transposed by its descriptor
 
-A block is copied while the one before it is computed. The other launches are the portable ones.
+The second half of qa, if there is one, is more columns, so that a block is read once for both. A
+block is copied while the one before it is computed. The other launches are the portable ones.
 """
 
 from typing import Callable, Optional
@@ -17,6 +18,7 @@ from . import latent_wide
 from .latent_wide import part_of
 
 LOG2E = gl.constexpr(1.4426950408889634)
+SHARED = 225 << 10  # bytes of shared memory that a program may use here
 # by the most rows of queries: rows of a program, warps
 FORMS = ((16, 16, 4), (32, 32, 4), (None, 64, 8))
 
@@ -41,7 +43,7 @@ def _copy(c_rows, r_rows, cs, rs, at, stop, C: gl.constexpr, R: gl.constexpr, W:
 
 @gluon.jit(do_not_specialize=["B", "S", "SPLITS"])
 def _ring_kernel(
-    q_ptr,  # [B, ROWS, C + R]
+    q_ptr,  # [B, ROWS, C + R], or of two HALVES C + R + C: the last C are added to the first
     c_ptr,  # [B, S, C]
     r_ptr,  # [B, S, R]
     len_ptr,  # [B], [] or None: all slots are filled
@@ -54,7 +56,7 @@ def _ring_kernel(
     B, S, SPLITS,
     scale2,  # times log2(e)
     H: gl.constexpr, ROWS: gl.constexpr, C: gl.constexpr, R: gl.constexpr, BLOCK_R: gl.constexpr,
-    NEW: gl.constexpr, W: gl.constexpr,
+    NEW: gl.constexpr, HALVES: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """BLOCK_R rows of queries over one part of the slots, with online softmax.
 
@@ -65,19 +67,22 @@ def _ring_kernel(
     DT: gl.constexpr = q_ptr.dtype.element_ty
     TILES: gl.constexpr = (ROWS + BLOCK_R - 1) // BLOCK_R
     LAST: gl.constexpr = ROWS // H - 1
-    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, W // 4], [16, BLOCK_R // (W // 4), 16])
+    WIDTH: gl.constexpr = HALVES * C + R
+    COLUMNS: gl.constexpr = BLOCK_R // (W // 4)  # of a warp
+    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, W // 4], [16, COLUMNS, 16])
+    both: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, W // 4], [16, HALVES * COLUMNS, 16])
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, BLOCK_R, 16])
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [W, 1], [1, 0])
     thin: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // R, R // 8], [W, 1], [1, 0])
     c_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, C], DT)
     r_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, R], DT)
-    q_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_R, C], DT)
-    qr_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_R, R], DT)
+    q_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALVES * BLOCK_R, C], DT)
+    qr_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALVES * BLOCK_R, R], DT)
     p_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_R], DT)
     cs = gl.allocate_shared_memory(DT, [2, 64, C], c_shared)
     rs = gl.allocate_shared_memory(DT, [2, 64, R], r_shared)
-    qs = gl.allocate_shared_memory(DT, [BLOCK_R, C], q_shared)
-    qr = gl.allocate_shared_memory(DT, [BLOCK_R, R], qr_shared)
+    qs = gl.allocate_shared_memory(DT, [HALVES * BLOCK_R, C], q_shared)
+    qr = gl.allocate_shared_memory(DT, [HALVES * BLOCK_R, R], qr_shared)
     ps = gl.allocate_shared_memory(DT, [64, BLOCK_R], p_shared)
     pid = gl.program_id(0)
     split = (pid // TILES) % SPLITS
@@ -97,21 +102,24 @@ def _ring_kernel(
         if not is_old:
             _copy(c_rows, r_rows, cs.index(0), rs.index(0), start, stop, C, R, W)
     hw.launch_dependents()
-    qrow = first + gl.arange(0, BLOCK_R, layout=gl.SliceLayout(1, wide))
+    # low halves are rows behind those of the high ones, and have no rotary channels
+    j = gl.arange(0, HALVES * BLOCK_R, layout=gl.SliceLayout(1, wide))
+    qrow = first + j % BLOCK_R
     ch = gl.arange(0, C, layout=gl.SliceLayout(0, wide))
-    rows = q_ptr + (b * ROWS + qrow)[:, None] * (C + R) + ch[None, :]
+    rows = q_ptr + ((b * ROWS + qrow) * WIDTH + j // BLOCK_R * (C + R))[:, None] + ch[None, :]
     qs.store(gl.load(rows, mask=(qrow < ROWS)[:, None] & (ch >= 0)[None, :], other=0.0))
-    qrow = first + gl.arange(0, BLOCK_R, layout=gl.SliceLayout(1, thin))
+    j = gl.arange(0, HALVES * BLOCK_R, layout=gl.SliceLayout(1, thin))
     e = gl.arange(0, R, layout=gl.SliceLayout(0, thin))
-    rows = q_ptr + (b * ROWS + qrow)[:, None] * (C + R) + C + e[None, :]
-    qr.store(gl.load(rows, mask=(qrow < ROWS)[:, None] & (e >= 0)[None, :], other=0.0))
+    rows = q_ptr + (b * ROWS + first + j)[:, None] * WIDTH + C + e[None, :]
+    real = (j < BLOCK_R) & (first + j < ROWS)
+    qr.store(gl.load(rows, mask=real[:, None] & (e >= 0)[None, :], other=0.0))
     row = first + gl.arange(0, BLOCK_R, layout=gl.SliceLayout(0, sl))
     n = gl.arange(0, 64, layout=gl.SliceLayout(1, sl))
     token = row // H
     top = gl.full((BLOCK_R,), float("-inf"), gl.float32, gl.SliceLayout(0, sl))
     total = gl.zeros((BLOCK_R,), gl.float32, gl.SliceLayout(0, sl))
     acc = gl.zeros((C, BLOCK_R), gl.float32, al)
-    blank = gl.zeros((64, BLOCK_R), gl.float32, sl)
+    blank = gl.zeros((64, HALVES * BLOCK_R), gl.float32, both)
     for i in range(gl.cdiv(stop - start, 64)):
         buffer = i & 1
         here = start + i * 64
@@ -132,6 +140,8 @@ def _ring_kernel(
         )
         s = hw.warpgroup_mma(rs.index(buffer), qr.permute((1, 0)), s, is_async=True)
         s = hw.warpgroup_mma_wait(0, (s,))
+        if HALVES == 2:  # both are in one thread
+            s = gl.convert_layout(gl.sum(s.reshape((64, 2, BLOCK_R)), 1), sl)
         s = s * scale2
         if mask_ptr is None:
             seen = slot[:, None] < gl.minimum(stop, length - LAST + token)[None, :]
@@ -170,9 +180,11 @@ def form_of(call: LatentAttention) -> Form:
     (_, T, H, _), C, R = call.q.shape, call.latents.shape[3], call.rotated.shape[3]
     if T * H > 32 and R == 64 and C > 128:
         options = {"num_warps": 4, "maxnreg": 168}
-        return Form(latent_wide.wide_kernel, 64, 64, options, latent_wide.maps)
+        return Form(latent_wide.wide_kernel, 64, 64, options, 1, latent_wide.maps)
     _, block_r, warps = next(f for f in FORMS if f[0] is None or T * H <= f[0])
-    return Form(_ring_kernel, block_r, 64, {"W": warps, "num_warps": warps})
+    shared = 2 * (128 + 2 * block_r) * (C + R) + 128 * block_r
+    halves = 2 if block_r <= 32 and shared <= SHARED else 1
+    return Form(_ring_kernel, block_r, 64, {"W": warps, "num_warps": warps}, halves)
 
 
 def takes(call: LatentAttention) -> bool:

@@ -191,7 +191,7 @@ def wide_kernel(
     c_step, r_step, mask_steps, len_step,
     B, S, SPLITS, scale2,
     H: gl.constexpr, ROWS: gl.constexpr, C: gl.constexpr, R: gl.constexpr, BLOCK_R: gl.constexpr,
-    NEW: gl.constexpr,
+    NEW: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
     """BLOCK rows of queries over one part of the slots; P is rounded."""
     TILES: gl.constexpr = (ROWS + BLOCK - 1) // BLOCK

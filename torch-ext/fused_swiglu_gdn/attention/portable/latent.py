@@ -25,6 +25,7 @@ from .latent_rope import prepare_latent_norm_rope  # noqa: F401
 from .parts import combine_kernel
 
 MAX_TOKENS, MAX_LATENT, MAX_ROTARY, MAX_PARTS = 8, 512, 128, 128
+SHARED = 96 << 10  # bytes of shared memory that all GPUs have
 FILLED = 1.1  # parts for which fewer, a power of two, are taken; over these
 ABSORBED, COMBINED = 64, 16384  # channels of a program; and times parts
 # of finish, by the tokens of a program: channels of a program, latent channels at a time, warps
@@ -41,6 +42,7 @@ class Form(NamedTuple):
     block_r: int  # rows of queries
     block_n: int  # slots
     values: dict  # constexprs of its own, and options
+    halves: int  # of absorbed queries: 1, which is rounded, or 2, a high and a low one
     # of kernels that read by TMA: their tensor maps, of the queries, of which there are two, too
     maps: Optional[Callable] = None
 
@@ -66,14 +68,15 @@ def takes(call: LatentAttention) -> bool:
 
 def form_of(call: LatentAttention) -> Form:
     """A form of the rows of queries as rows of products, for every GPU."""
-    where, C = call.q.device, call.latents.shape[3]
+    where, C, R = call.q.device, call.latents.shape[3], call.rotated.shape[3]
     config = tuning.lookup("portable_latent_attention", where, C=C)
     rows = call.q.shape[1] * call.q.shape[2]
     block_r, warps = (16, 4) if rows <= 16 else (config["BLOCK_R"], config["num_warps"])
     warps = min(warps, 4) if device.is_amd(where) else warps  # whose registers 8 would not hold
     values = {"BLOCK_N": config["BLOCK_N"], "STAGES": config["num_stages"], "num_warps": warps,
               "PDL": device.overlaps_launches(where)}  # fmt: skip
-    return Form(_attend_kernel, block_r, config["BLOCK_N"], values)
+    shared = 2 * (block_r * (2 * C + R) + config["BLOCK_N"] * (C + R))
+    return Form(_attend_kernel, block_r, config["BLOCK_N"], values, 2 if shared <= SHARED else 1)
 
 
 def prepare_latent_attention(call: LatentAttention) -> Optional[Callable]:
@@ -89,13 +92,13 @@ def prepared(call: LatentAttention, form_of: Callable) -> Callable:
 
         return on_copies(lambda call: prepared(call, form_of), call, copied)
     launches = Launches(call, form_of(call))
-    (B, T, H, V), C, R = launches.shape, call.latents.shape[3], call.rotated.shape[3]
+    B, T, H, V = launches.shape
 
     def resized(*tensors):
         attend, finish, size = launches.at(*tensors)
 
         def run(q, latents, rotated, weight, cache_seqlens, mask):
-            qa, y = q.new_empty(B, T, H, C + R), q.new_empty(B, T, H, V)
+            qa, y = q.new_empty(B, T, H, launches.width), q.new_empty(B, T, H, V)
             parts = q.new_empty(size, dtype=torch.float32)
             launches.absorb(q, weight, qa)
             attend(qa, latents, rotated, cache_seqlens, mask, parts)
@@ -135,11 +138,11 @@ class Launches:
         self.step = cache_seqlens.stride(0) if many else 0
         self.pdl = device.overlaps_launches(q.device)
         self.early = {"launch_pdl": True} if self.pdl else {}
-        M, self.new = B * T, new
+        M, self.new, self.width = B * T, new, form.halves * C + R
         self.sizes = sizes = {"H": H, "N": N, "V": V, "C": C, "PDL": self.pdl}
         BLOCK_M, BLOCK_C = min(64, max(16, next_power_of_2(M))), min(ABSORBED, C)
         self.tiles = {
-            "R": R, "BLOCK_M": BLOCK_M, "BLOCK_C": BLOCK_C,
+            "R": R, "HALVES": form.halves, "BLOCK_M": BLOCK_M, "BLOCK_C": BLOCK_C,
             "BLOCK_K": max(16, min(64, next_power_of_2(N))),
         }  # fmt: skip
         self.programs = -(-M // BLOCK_M) * H * (C // BLOCK_C + 1)  # of absorb
@@ -182,7 +185,8 @@ class Launches:
         if known is None:
             attend = self.launch(
                 form.kernel, B * tiles * splits, numbers, maps or (), H=self.shape[2], C=C, R=R,
-                BLOCK_R=form.block_r, ROWS=self.rows, NEW=self.new, **form.values,
+                BLOCK_R=form.block_r, ROWS=self.rows, NEW=self.new, HALVES=form.halves,
+                **form.values,
             )  # fmt: skip
             last = (self.finish_parts if self.in_one else self.combine)(parts, rest)
             keep(self.made, key, (attend, last))

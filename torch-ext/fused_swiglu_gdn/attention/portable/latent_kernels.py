@@ -1,11 +1,14 @@
 """The kernels of latent attention of a few tokens, for every GPU.
 
-    absorb   qa[h] = q_nope[h] W_UK[h]                           [C], rounded once
+    absorb   qa[h] = q_nope[h] W_UK[h]                           [C], as one or two HALVES
     attend   o[h] = softmax((qa[h] . c + q_rot[h] . r) scale + mask) c    in parts of the slots
     combine  the parts of a row to one o, fp32 (parts.py)        [C]
     finish   y[h] = W_UV[h] o[h]                                 [V]
 
 Of one token with many heads, finish combines the parts itself.
+
+The first of the HALVES is qa, rounded; the second is what rounding took from it. The error of one
+rounding of qa is the same for all slots, and so does not average out.
 
 Sizes: B rows, T tokens, M = B T, H heads, ROWS = T H rows of queries, S slots, C latent and R
 rotary channels, N channels of a head without rotary embedding, V of a value head. The weight
@@ -29,10 +32,12 @@ def absorbed(
     sin_ptr, y_ptr, M, T,
     q_step, turn_steps,
     H: tl.constexpr, N: tl.constexpr, R: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    FROM_PAIRS: tl.constexpr, TO_PAIRS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    FROM_PAIRS: tl.constexpr, TO_PAIRS: tl.constexpr, HALVES: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_C latent channels of one head's queries, or their rotary channels, turned.
+
+    HALVES: 2: behind them, what rounding takes from the latent channels, rounded itself.
 
     PDL: the weight is read before the launch ahead has ended.
     """
@@ -41,7 +46,7 @@ def absorbed(
     h = (pid // BLOCKS) % H
     m = (pid // (BLOCKS * H)) * BLOCK_M + tl.arange(0, BLOCK_M)
     start = m[:, None].to(tl.int64) * q_step + h * (N + R)
-    rows, y_rows = q_ptr + start, (m[:, None] * H + h) * (C + R)
+    rows, y_rows = q_ptr + start, (m[:, None] * H + h) * (HALVES * C + R)
     y = y_ptr + y_rows
     if block < C // BLOCK_C:
         n = tl.arange(0, BLOCK_K)
@@ -55,7 +60,11 @@ def absorbed(
                 after_predecessor(PDL)
             q = tl.load(rows + k + n[None, :], mask=(m < M)[:, None] & there[None, :], other=0.0)
             acc = tl.dot(q, w, acc)
-        tl.store(y + ch[None, :], acc.to(y_ptr.dtype.element_ty), mask=(m < M)[:, None])
+        high = acc.to(y_ptr.dtype.element_ty)
+        tl.store(y + ch[None, :], high, mask=(m < M)[:, None])
+        if HALVES == 2:
+            low = (acc - high.to(tl.float32)).to(high.dtype)
+            tl.store(y + C + R + ch[None, :], low, mask=(m < M)[:, None])
     else:
         after_predecessor(PDL)
         if cos_ptr is None:
@@ -79,22 +88,23 @@ def absorbed(
 def _absorb_kernel(
     q_ptr,  # [M, H, N + R]
     w_ptr,  # [H, N + V, C]
-    y_ptr,  # [M, H, C + R]
+    y_ptr,  # [M, H, C + R], or of two HALVES C + R + C
     M,
     q_step,  # of M
     H: tl.constexpr, N: tl.constexpr, R: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    HALVES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     after_predecessor(PDL)
     absorbed(
         tl.program_id(0), q_ptr, w_ptr, None, None, y_ptr, M, 1, q_step, (0, 0, 0), H, N, R, V, C,
-        False, False, BLOCK_M, BLOCK_C, BLOCK_K, False,
+        False, False, HALVES, BLOCK_M, BLOCK_C, BLOCK_K, False,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["B", "S", "SPLITS"])
 def _attend_kernel(
-    q_ptr,  # [B, ROWS, C + R]
+    q_ptr,  # [B, ROWS, C + R], or of two HALVES C + R + C: the last C are added to the first
     c_ptr,  # [B, S, C]
     r_ptr,  # [B, S, R]
     len_ptr,  # [B], [] or None: all slots are filled
@@ -107,7 +117,8 @@ def _attend_kernel(
     B, S, SPLITS,
     scale2,  # times log2(e)
     H: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr,
-    NEW: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    NEW: tl.constexpr, HALVES: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_R rows of queries over one part of the slots, with online softmax.
 
@@ -127,9 +138,11 @@ def _attend_kernel(
     real = row < ROWS
     token = row // H
     after_predecessor(PDL)
-    q_rows = q_ptr + (b * ROWS + row) * (C + R)
+    q_rows = q_ptr + (b * ROWS + row) * (HALVES * C + R)
     q = tl.load(q_rows[:, None] + ch[None, :], mask=real[:, None], other=0.0)
     qr = tl.load(q_rows[:, None] + C + e[None, :], mask=real[:, None], other=0.0)
+    if HALVES == 2:
+        low = tl.load(q_rows[:, None] + C + R + ch[None, :], mask=real[:, None], other=0.0)
     top = tl.full((BLOCK_R,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_R,), tl.float32)
     acc = tl.zeros((BLOCK_R, C), tl.float32)
@@ -143,6 +156,8 @@ def _attend_kernel(
             r_ptr + b * r_step + slot[:, None] * R + e[None, :], mask=here[:, None], other=0.0
         )
         s = tl.dot(q, tl.trans(c))  # [BLOCK_R, BLOCK_N]
+        if HALVES == 2:
+            s = tl.dot(low, tl.trans(c), s)
         s = tl.dot(qr, tl.trans(k), s) * scale2
         if mask_ptr is None:
             seen = (at + n)[None, :] < tl.minimum(stop, length - (ROWS // H - 1) + token)[:, None]

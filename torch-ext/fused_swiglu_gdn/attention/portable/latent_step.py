@@ -29,7 +29,7 @@ def _absorb_step_kernel(
     r_cache_ptr,  # [B, 1, S, R]
     at_ptr,  # []: the first slot that is written
     w_ptr,  # [H, N + V, C]
-    y_ptr,  # [M, H, C + R]
+    y_ptr,  # as _absorb_kernel has it
     M, T, S,
     q_step,  # of M
     kv_steps,  # of B, T
@@ -38,8 +38,8 @@ def _absorb_step_kernel(
     r_steps,
     eps,
     H: tl.constexpr, N: tl.constexpr, R: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    FROM_PAIRS: tl.constexpr, TO_PAIRS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    FROM_PAIRS: tl.constexpr, TO_PAIRS: tl.constexpr, HALVES: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """_absorb_kernel of queries that are not turned yet; M programs before it write the caches."""
     pid = tl.program_id(0)
@@ -53,7 +53,7 @@ def _absorb_step_kernel(
     else:
         absorbed(
             pid - M, q_ptr, w_ptr, cos_ptr, sin_ptr, y_ptr, M, T, q_step, turn_steps, H, N, R, V,
-            C, FROM_PAIRS, TO_PAIRS, BLOCK_M, BLOCK_C, BLOCK_K, PDL,
+            C, FROM_PAIRS, TO_PAIRS, HALVES, BLOCK_M, BLOCK_C, BLOCK_K, PDL,
         )  # fmt: skip
 
 
@@ -81,7 +81,7 @@ def prepared(call: LatentStep, form_of: Callable) -> Optional[Callable]:
     if step is None or not fits or not served(norm, cos, sin):
         return None
     launches = Launches(attention, form_of(attention), new=q.shape[1])
-    (B, T, H, V), C, R = launches.shape, launches.C, launches.R
+    B, T, H, V = launches.shape
     attend, finish, size = launches.at(*attention.tensors)
     turn = (0, 0, 0)
     if cos is not None:
@@ -95,7 +95,7 @@ def prepared(call: LatentStep, form_of: Callable) -> Optional[Callable]:
     )  # fmt: skip
 
     def run(q, kv, norm, cos, sin, latents, rotated, weight, length, mask):
-        qa, y = q.new_empty(B, T, H, C + R), q.new_empty(B, T, H, V)
+        qa, y = q.new_empty(B, T, H, launches.width), q.new_empty(B, T, H, V)
         parts = q.new_empty(size, dtype=torch.float32)
         absorb(q, kv, norm, cos, sin, latents, rotated, length, weight, qa)
         attend(qa, latents, rotated, length, mask, parts)
