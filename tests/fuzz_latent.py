@@ -18,6 +18,7 @@ import time
 
 import torch
 from conftest import load_package, relative_error, submodule
+from fp8_problems import quantised_weight
 
 TOLERANCE = {torch.float16: 1.5e-3, torch.bfloat16: 8e-3}  # two roundings, of few elements
 
@@ -47,11 +48,13 @@ def spread(draw, x: torch.Tensor) -> torch.Tensor:
     return wide[:, :, : x.shape[2]]
 
 
-def wide(tensors: tuple) -> tuple:
+def wide(tensors: tuple, *kept: torch.Tensor) -> tuple:
+    """In fp64, but for those that are kept."""
     return tuple(
-        x.double() if x is not None and x.is_floating_point() else None if x is None else x.clone()
+        x if x is None or any(x is other for other in kept)
+        else x.double() if x.is_floating_point() else x.clone()
         for x in tensors
-    )
+    )  # fmt: skip
 
 
 def variant_of(seed: int, calls: int) -> list:
@@ -83,7 +86,9 @@ def variant_of(seed: int, calls: int) -> list:
         kv = normal(draw, B, T, C + R + 8, dtype=dtype)[..., 8:]
         if draw.random() < 0.3:
             q = torch.cat([q.flatten(2), kv], -1)[..., : H * (N + R)].view(B, T, H, -1)
-        weight = normal(draw, H * (N + V), C, dtype=dtype, scale=C**-0.5)
+        weight, scales = normal(draw, H * (N + V), C, dtype=dtype, scale=C**-0.5), None
+        if N % 16 == V % 16 == 0 and draw.random() < 0.3:
+            weight, scales = quantised_weight(weight, draw.random() < 0.5)
         c, r = (spread(draw, normal(draw, B, 1, S, n, dtype=dtype)) for n in (C, R))
         mask, scale = mask_of(draw, kind, B, T, S, dtype), (N + R) ** -0.5
         name = f"{what} B {B} S {S} filled {filled} parts of {sms}"
@@ -97,14 +102,14 @@ def variant_of(seed: int, calls: int) -> list:
                         (angle.cos().to(dtype), angle.sin().to(dtype)) if rotary else (None, None)
                     )
                     tensors = (q, kv, normal(draw, C, dtype=dtype), *turn, c, r, weight,
-                               torch.tensor(filled, device="cuda"), mask)  # fmt: skip
+                               scales, torch.tensor(filled, device="cuda"), mask)  # fmt: skip
                     options = (N, scale, 1e-6, rotary or "halves")
-                    exact = wide(tensors)
+                    exact = wide(tensors, weight, scales)
                     got = ops.LATENT_STEP(tensors, options)
                     right = submodule("attention.reference").latent_step(*exact, *options)
                     caches = [(a[:, :, : filled + T], b[:, :, : filled + T]) for a, b in
                               ((tensors[5], exact[5]), (tensors[6], exact[6]))]  # fmt: skip
-                    assert int(tensors[8]) == filled + T, "the length"
+                    assert int(tensors[9]) == filled + T, "the length"
                     for a, b in caches:
                         assert relative_error(a, b) < TOLERANCE[dtype], "what the cache holds"
                     assert c[:, :, filled + T :].isnan().all(), "slots past the length are written"
@@ -120,10 +125,10 @@ def variant_of(seed: int, calls: int) -> list:
                         past = torch.arange(S, device="cuda") >= lengths.view(-1, 1)
                         for x in (c, r):
                             x.masked_fill_(past[:, None, :, None], float("nan"))
-                    tensors = (q, c, r, weight, lengths, mask)
+                    tensors = (q, c, r, weight, scales, lengths, mask)
                     got = ops.LATENT_ATTENTION(tensors, (N, scale))
                     right = submodule("attention.reference").latent_attention(
-                        *wide(tensors), N, scale
+                        *wide(tensors, weight, scales), N, scale
                     )
             by = set(itertools.chain(*record.values()))
             assert folder == "hopper" or by == {"portable"}, by

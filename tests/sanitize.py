@@ -18,6 +18,7 @@ import sys
 
 import torch
 from conftest import load_package, submodule
+from fp8_problems import quantised_weight
 from in_tree import parse_on_gpu
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck", "run")
@@ -115,13 +116,16 @@ def router(T, E, K):
     assert logits.grad.isfinite().all()
 
 
-def latent(B, T, S, filled, H=20, N=192, R=64, C=512, V=256, mask=torch.bool, cached=True):
+def latent(
+    B, T, S, filled, H=20, N=192, R=64, C=512, V=256, mask=torch.bool, cached=True, fp8=False
+):
     kernel = load_package()
 
     def make(*shape):
         return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
     q, kv, weight = make(B, T, H, N + R), make(B, T, C + R), make(H * (N + V), C) * C**-0.5
+    weight, scales = quantised_weight(weight) if fp8 else (weight, None)
     angle = torch.rand(1, T, R // 2, device="cuda").bfloat16()
     latents, rotated = make(B, 1, S, C), make(B, 1, S, R)
     length = torch.tensor(filled, device="cuda")
@@ -133,12 +137,13 @@ def latent(B, T, S, filled, H=20, N=192, R=64, C=512, V=256, mask=torch.bool, ca
     if mask is not None:
         mask = torch.rand(B, 1, T, S, device="cuda").round().to(mask)
     out = kernel.latent_attention_with_kvcache(
-        q, latents, rotated, weight, length, qk_nope_head_dim=N, attention_mask=mask
-    )
+        q, latents, rotated, weight, length, qk_nope_head_dim=N, attention_mask=mask,
+        weight_scale=scales,
+    )  # fmt: skip
     if cached:  # the same by the operation of layers
         step = submodule("attention.ops").LATENT_STEP
         tensors = (q, kv, torch.ones_like(kv[0, 0, :C]), angle.cos(), angle.sin(), latents, rotated,
-                   weight, length - T, mask)  # fmt: skip
+                   weight, scales, length - T, mask)  # fmt: skip
         assert step(tensors, (N, (N + R) ** -0.5, 1e-6, "pairs_to_halves")).isfinite().all()
     torch.cuda.synchronize()
     assert out.isfinite().all()
@@ -180,6 +185,10 @@ CASES = {
     "latent, 64 rows, a mask that is added": lambda: latent(1, 3, 500, 450, mask=torch.float32),
     "latent, 64 rows, none": lambda: latent(2, 2, 700, 641, **SMALL, mask=None),
     "latent, 64 rows of 256 channels": lambda: latent(1, 3, 300, 237, C=256),
+    "latent, 64 rows, weight in FP8": lambda: latent(2, 3, 300, 237, fp8=True),
+    "latent, 128 heads, weight in FP8": lambda: latent(
+        1, 1, 300, 237, H=128, N=128, V=128, fp8=True
+    ),
     "latent, one slot": lambda: latent(2, 1, 1, 1),
 }
 

@@ -285,17 +285,24 @@ calls(_kvcache, "attention decode", {
 
 def _latent(
     kernel, B=1, T=1, S=8192, H=20, C=512, N=192, R=64, V=256, mask=torch.bool, dtype=BF16,
-    grows=False,
+    grows=False, fp8=False,
 ):  # fmt: skip
-    q, weight = values(B, T, H, N + R, dtype=dtype), values(H * (N + V), C, dtype=dtype)
+    q, (weight, scale) = values(B, T, H, N + R, dtype=dtype), _expanding(H * (N + V), C, dtype, fp8)
     c, r = values(B, 1, S, C, dtype=dtype), values(B, 1, S, R, dtype=dtype)
     length = None if grows else torch.ones((), dtype=torch.int64, device=DEVICE)
     if mask is not None:
         mask = torch.zeros(B, 1, T, S, dtype=mask, device=DEVICE)
     return functools.partial(
         kernel.latent_attention_with_kvcache, q, c, r, weight, length, qk_nope_head_dim=N,
-        attention_mask=mask,
+        attention_mask=mask, weight_scale=scale,
     )  # fmt: skip
+
+
+def _expanding(rows: int, C: int, dtype, fp8: bool) -> tuple:
+    """A weight, and its scales if it is in FP8."""
+    if not fp8:
+        return values(rows, C, dtype=dtype), None
+    return values(rows, C, dtype=E4M3), values(-(-rows // 128), -(-C // 128), dtype=FP32)
 
 
 calls(_latent, "latent attention", {
@@ -306,6 +313,7 @@ calls(_latent, "latent attention", {
     "DeepSeek-V3": dict(H=128, N=128, V=128),
     "MiniCPM3": dict(H=40, C=256, N=64, R=32, V=64, mask=None),
     "fp16, a mask that is added": dict(H=32, N=128, V=128, mask=FP32, dtype=FP16),
+    "GLM-4.7-Flash, 8 tokens, FP8": dict(T=8, fp8=True),
 })  # fmt: skip
 
 
@@ -331,14 +339,14 @@ calls(_latent_rope, "latent norm and rope", {
 
 
 def _latent_step(
-    kernel, B=1, T=1, S=8192, H=20, C=512, N=192, R=64, V=256, rotary="pairs_to_halves"
+    kernel, B=1, T=1, S=8192, H=20, C=512, N=192, R=64, V=256, rotary="pairs_to_halves", fp8=False
 ):
     q, kv, norm = values(B, T, H, N + R), values(B, T, C + R), values(C)
     cos, sin = (None if rotary is None else values(1, T, R // 2) for _ in "cs")
-    c, r, weight = values(B, 1, S, C), values(B, 1, S, R), values(H * (N + V), C)
+    c, r, weight = values(B, 1, S, C), values(B, 1, S, R), _expanding(H * (N + V), C, BF16, fp8)
     length = torch.zeros((), dtype=torch.int64, device=DEVICE)
     mask = torch.zeros(B, 1, T, S, dtype=torch.bool, device=DEVICE)
-    tensors = (q, kv, norm, cos, sin, c, r, weight, length, mask)
+    tensors = (q, kv, norm, cos, sin, c, r, *weight, length, mask)
     operation = submodule("attention.ops").LATENT_STEP
     options = (N, (N + R) ** -0.5, 1e-6, rotary or "halves")
     return lambda: operation(tensors, options)
@@ -346,6 +354,8 @@ def _latent_step(
 
 calls(_latent_step, "latent step", {
     "GLM-4.7-Flash": {},
+    "GLM-4.7-Flash, FP8": dict(fp8=True),
+    "DeepSeek-V3, FP8": dict(H=128, N=128, V=128, fp8=True),
     "Kimi Linear, batch 16": dict(B=16, H=32, N=128, V=128, rotary=None),
     "DeepSeek-V3": dict(H=128, N=128, V=128),
 })  # fmt: skip

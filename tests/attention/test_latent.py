@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import load_package, prepared, relative_error, submodule
+from fp8_problems import quantised_weight
 from interpreter import (  # noqa: F401
     DEVICE,
     INTERPRETING,
@@ -29,6 +30,7 @@ GPU_SIZES = [
     (1, 2, 128, 128, 64, 512, 128), (2, 1, 40, 64, 32, 256, 64), (70, 1, 5, 48, 16, 128, 48),
     (1, 1, 128, 128, 64, 512, 128),
 ]  # fmt: skip
+NAMES = ("q", "latents", "rotated", "weight", "weight_scale", "cache_seqlens", "attention_mask")
 ROTARY = ("halves", "pairs", "pairs_to_halves", None)
 
 
@@ -43,14 +45,18 @@ def normal(*shape, seed=0, dtype=torch.float32, device="cpu"):
     return torch.randn(*shape, generator=generator).to(device, dtype)
 
 
-def problem(sizes, S=50, dtype=torch.float32, device="cpu", mask=None, filled=None) -> dict:
-    """Arguments; NaN in the slots that are not filled."""
+def problem(
+    sizes, S=50, dtype=torch.float32, device="cpu", mask=None, filled=None, scales=None
+) -> dict:
+    """Arguments; NaN in the slots that are not filled; scales: of a weight in FP8, their dtype."""
     B, T, H, N, R, C, V = sizes
     x = {
         "q": 2 * normal(B, T, H, N + R, seed=1), "latents": normal(B, 1, S, C, seed=2),
         "rotated": normal(B, 1, S, R, seed=3), "weight": normal(H * (N + V), C, seed=4) * C**-0.5,
     }  # fmt: skip
     x = {name: tensor.to(device, dtype) for name, tensor in x.items()}
+    if scales is not None:
+        x["weight"], x["weight_scale"] = quantised_weight(x["weight"], scales == "e8m0")
     if filled is not None:
         x["cache_seqlens"] = torch.tensor(filled, device=device)
         for b in range(B):
@@ -88,7 +94,9 @@ def by_definition(q, latents, rotated, weight, cache_seqlens=None, *, qk_nope_he
 
 
 def wide(x: dict) -> dict:
-    return {n: v.double() if torch.is_tensor(v) and v.is_floating_point() else v
+    """In fp64, but for a weight in FP8 and its scales."""
+    kept = () if x.get("weight_scale") is None else ("weight", "weight_scale")
+    return {n: v.double() if torch.is_tensor(v) and v.is_floating_point() and n not in kept else v
             for n, v in x.items()}  # fmt: skip
 
 
@@ -130,7 +138,7 @@ def test_kernels(sizes, parts, mask, filled, monkeypatch):
     if filled == 41:  # queries that are a part of a larger tensor
         joined = torch.cat([x["q"].flatten(2), x["q"].flatten(2)[..., :8]], -1)
         x["q"] = joined[..., :-8].unflatten(-1, x["q"].shape[2:])
-    names = ("q", "latents", "rotated", "weight", "cache_seqlens", "attention_mask")
+    names = NAMES
     fields = (*map(x.get, names), x["qk_nope_head_dim"], scale)
     for folder in folders():
         module = f"attention.{folder}.latent"
@@ -141,6 +149,42 @@ def test_kernels(sizes, parts, mask, filled, monkeypatch):
         if not INTERPRETING:
             again = prepared(module, "latent_attention", calls.LatentAttention, *fields)
             assert torch.equal(found, again)
+
+
+# heads that begin within blocks of scales; all forms of `finish`
+FP8_SIZES = [(1, 1, 6, 48, 16, 256, 80), (2, 4, 3, 16, 16, 256, 32)] if INTERPRETING else [
+    *GPU_SIZES[:2], GPU_SIZES[6], (1, 1, 128, 64, 64, 512, 96), (3, 3, 5, 48, 16, 128, 80)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("scales", ["fp32", "e8m0"])
+def test_weight_in_fp8(scales):
+    x = problem(FP8_SIZES[1], scales=scales, filled=41)
+    weight = submodule("fp8.reference").dequantised(x["weight"], x["weight_scale"])
+    same = {**x, "weight": weight, "weight_scale": None}
+    found = kernel.latent_attention_with_kvcache(**x)
+    assert torch.equal(found, kernel.latent_attention_with_kvcache(**same))
+
+
+@both_ways
+@pytest.mark.parametrize("scales", ["fp32", "e8m0"])
+@pytest.mark.parametrize("sizes", FP8_SIZES, ids=str)
+def test_kernels_with_a_weight_in_fp8(sizes, scales, monkeypatch):
+    """Which is not rounded: errors are below those of the same weight in 16 bits."""
+    monkeypatch.setattr(submodule("runtime.device"), "multiprocessor_count", lambda _: 7)
+    S = 50 if INTERPRETING else 300
+    x = problem(sizes, S=S, filled=41, dtype=HALF, device=DEVICE, scales=scales)
+    right = kernel.latent_attention_with_kvcache(**wide(x))
+    more = x["qk_nope_head_dim"], x["q"].shape[-1] ** -0.5
+    rounded = submodule("fp8.reference").dequantised(x["weight"], x["weight_scale"]).to(HALF)
+    for folder in folders():
+        place = f"attention.{folder}.latent", "latent_attention", calls.LatentAttention
+        found, other = (
+            prepared(*place, *map(y.get, NAMES), *more)
+            for y in (x, {**x, "weight": rounded, "weight_scale": None})
+        )
+        assert relative_error(found, right) < ERROR[HALF]
+        assert relative_error(found, right) <= 1.02 * relative_error(other, right)
 
 
 def expanded(q, latents, rotated, weight, *, qk_nope_head_dim: int, **_) -> torch.Tensor:
@@ -162,7 +206,7 @@ def test_error_beside_the_expanded_form(sizes, monkeypatch):
     x = problem(sizes, S=300, dtype=HALF, device=DEVICE)
     x["q"] *= 2
     right = kernel.latent_attention_with_kvcache(**wide(x))
-    names = ("q", "latents", "rotated", "weight", "cache_seqlens", "attention_mask")
+    names = NAMES
     fields = (*map(x.get, names), sizes[3], x["q"].shape[-1] ** -0.5)
     for folder in folders():
         module = f"attention.{folder}.latent"
@@ -188,7 +232,7 @@ def test_error_over_many_slots(folder, sizes, monkeypatch):
     x = problem((1, *sizes[1:]), S=4096 if INTERPRETING else 32768, dtype=HALF, device=DEVICE)
     x["q"] /= 2
     right = kernel.latent_attention_with_kvcache(**wide(x))
-    names = ("q", "latents", "rotated", "weight", "cache_seqlens", "attention_mask")
+    names = NAMES
     fields = (*map(x.get, names), sizes[3], x["q"].shape[-1] ** -0.5)
     mine = prepared(
         f"attention.{folder}.latent", "latent_attention", calls.LatentAttention, *fields

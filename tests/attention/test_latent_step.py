@@ -6,15 +6,29 @@ import itertools
 import pytest
 import torch
 from conftest import load_package, prepared, relative_error, submodule
+from fp8_problems import quantised_weight
 from interpreter import DEVICE, INTERPRETING, both_ways, test_in_the_interpreter  # noqa: F401
-from test_latent import ERROR, GPU_SIZES, HALF, ROTARY, SIZES, folders, memory_of_nan, normal
+from test_latent import (
+    ERROR,
+    FP8_SIZES,
+    GPU_SIZES,
+    HALF,
+    ROTARY,
+    SIZES,
+    folders,
+    memory_of_nan,
+    normal,
+    wide,
+)
 
 kernel = load_package()
 calls, operation = submodule("attention.call"), submodule("attention.ops").LATENT_STEP
 TENSORS = calls.LatentStep._fields[:-1]
 
 
-def problem(sizes, rotary, mask=None, S=150, filled=129, dtype=HALF, device="cpu") -> dict:
+def problem(
+    sizes, rotary, mask=None, S=150, filled=129, dtype=HALF, device="cpu", scales=None
+) -> dict:
     """Arguments; NaN in the slots from `filled` on, which are written or not attended to."""
     (B, T, H, N, R, C, V), P = sizes, sizes[4] if rotary == "halves" else sizes[4] // 2
     x = {
@@ -28,7 +42,9 @@ def problem(sizes, rotary, mask=None, S=150, filled=129, dtype=HALF, device="cpu
         x["cos"] = x["sin"] = None
     x["latents"][:, :, filled:] = x["rotated"][:, :, filled:] = float("nan")
     x["length"] = torch.tensor(filled, device=device)
-    x["mask"] = None
+    x["mask"] = x["weight_scale"] = None
+    if scales is not None:
+        x["weight"], x["weight_scale"] = quantised_weight(x["weight"], scales == "e8m0")
     if mask is not None:
         seen = (normal(B, 1, T, S, seed=8) > -0.5).to(device)
         seen[..., filled + T :] = False
@@ -55,7 +71,7 @@ def in_turn(x: dict, N: int, rotary) -> torch.Tensor:
     x["length"].add_(q.shape[1])
     return kernel.latent_attention_with_kvcache(
         q, x["latents"], x["rotated"], x["weight"], x["length"], qk_nope_head_dim=N,
-        attention_mask=x["mask"],
+        attention_mask=x["mask"], weight_scale=x["weight_scale"],
     )  # fmt: skip
 
 
@@ -81,17 +97,19 @@ def test_reference(rotary, mask):
 @pytest.mark.parametrize("filled", [0, 61, 129])
 @pytest.mark.parametrize("mask", ["bool", None] if INTERPRETING else ["bool", "float", None])
 @pytest.mark.parametrize(
-    "sizes, rotary",
-    list(zip(SIZES[:3] if INTERPRETING else GPU_SIZES, itertools.cycle(ROTARY))),
+    "sizes, rotary, scales",
+    [
+        *zip(SIZES[:3] if INTERPRETING else GPU_SIZES, itertools.cycle(ROTARY), [None] * 9),
+        *zip(FP8_SIZES, itertools.cycle(ROTARY), itertools.cycle(["fp32", "e8m0"])),
+    ],
     ids=str,
 )
-def test_kernels(sizes, rotary, mask, filled, monkeypatch):
+def test_kernels(sizes, rotary, scales, mask, filled, monkeypatch):
     """q is a part of a larger tensor; the second of two calls meets what the first has written."""
-    x = problem(sizes, rotary, mask, filled=filled, device=DEVICE)
+    x = problem(sizes, rotary, mask, filled=filled, device=DEVICE, scales=scales)
     monkeypatch.setattr(submodule("runtime.device"), "multiprocessor_count", lambda _: 7)
     T, N = sizes[1], sizes[3]
-    wide = {n: v.double() if v is not None and v.is_floating_point() else v for n, v in x.items()}
-    right = in_turn(copied(wide), N, rotary)
+    right = in_turn(copied(wide(x)), N, rotary)
     joined = torch.cat([x["q"].flatten(2), x["kv"]], -1)
     x["q"] = joined[..., : x["q"][0, 0].numel()].unflatten(-1, x["q"].shape[2:])
     for folder in folders():

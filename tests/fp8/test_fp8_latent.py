@@ -27,7 +27,7 @@ def logits(model, ids: torch.Tensor, static: bool) -> torch.Tensor:
 
 def check(theirs, static: bool, force=None) -> None:
     """No further from dequantised weights in fp32 than transformers' own modules; kv_b_proj is not
-    called for tokens, and its weight is read in every call."""
+    called for tokens, and its weight is read in every call, in FP8."""
     ours = copy.deepcopy(theirs)
     report = kernel.kernelize(ours)
     assert sum(row.layer == "LatentAttention" and row.reason is None for row in report.rows), report
@@ -38,7 +38,7 @@ def check(theirs, static: bool, force=None) -> None:
             mine = logits(ours, ids, static)
         steps = [by for by in record.get("latent_step", ()) if by != "reference"]
         assert len(record.get("latent_attention", ())) + len(steps) == 3, record
-        assert len(record["dequantise_fwd"]) == 3
+        assert "dequantise_fwd" not in record
         exact = logits(fp8_problems.dequantised(theirs), ids, static)
         errors = [relative_error(found, exact) for found in (mine, logits(theirs, ids, static))]
         assert errors[0] <= 1.05 * errors[1], errors

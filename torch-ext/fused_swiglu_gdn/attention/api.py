@@ -145,6 +145,7 @@ def latent_attention_with_kvcache(
     cache_seqlens: Optional[Tensor] = None,
     *, qk_nope_head_dim: int, attention_mask: Optional[Tensor] = None,
     softmax_scale: Optional[float] = None,
+    weight_scale: Optional[Tensor] = None,
 ) -> Tensor:  # fmt: skip
     """Multi-head latent attention (arXiv:2405.04434) of a few tokens over a cache of latents.
 
@@ -170,6 +171,10 @@ def latent_attention_with_kvcache(
         attention_mask: [B or 1, 1, T or 1, S], bool (True: attend) or floating (added). None: token
             t is at slot cache_seqlens - T + t and attends to the slots up to its own.
         softmax_scale: 1 / sqrt(N + R) by default.
+        weight_scale: [ceil(H * (N + V) / 128), ceil(C / 128)], float32 or float8_e8m0fnu, of a
+            weight in float8_e4m3fn: each number scales 128 x 128 values (weight_scale_inv of
+            transformers' FP8Linear). Kernels read the weight as it is where N and V are multiples
+            of 16.
 
     Returns:
         [B, T, H, V], the dtype of q; contiguous.
@@ -185,7 +190,7 @@ def latent_attention_with_kvcache(
         ... ).shape
         torch.Size([2, 1, 4, 24])
     """
-    tensors = (q, latents, rotated, weight, cache_seqlens, attention_mask)
+    tensors = (q, latents, rotated, weight, weight_scale, cache_seqlens, attention_mask)
     return LATENT_ATTENTION(tensors, (qk_nope_head_dim, softmax_scale))
 
 

@@ -4,10 +4,13 @@ Sizes: B rows, T tokens, HQ and HK heads, D head dim, R rotary dim, S slots; of 
 heads, C latent channels, N channels of a head without rotary embedding, V of a value head.
 """
 
+import math
 from typing import NamedTuple, Optional
 
+import torch
 from torch import Tensor
 
+from ..runtime import device
 from ..runtime.call import NoOptions, call
 
 
@@ -90,9 +93,20 @@ class LatentAttention(NamedTuple):
     latents: Tensor  # [B, 1, S, C]
     rotated: Tensor  # [B, 1, S, R]
     weight: Tensor  # [H * (N + V), C]
+    weight_scale: Optional[Tensor]  # of a weight in e4m3, [ceil(H * (N + V) / 128), ceil(C / 128)]
     cache_seqlens: Optional[Tensor]  # [] or [B]; None: all slots are filled
     mask: Optional[Tensor]  # [B or 1, 1, T or 1, S]
     options: LatentOptions
+
+
+def rows_at_once(N: int, V: int) -> int:
+    """Rows of a head's weight in FP8 that a program takes at a time, which share a scale."""
+    return math.gcd(64, N, V)
+
+
+def reads_fp8(where: torch.device, N: int, V: int) -> bool:
+    """True if kernels of latent attention read a weight in FP8 as it is."""
+    return rows_at_once(N, V) >= 16 and device.has_e4m3(where)
 
 
 class LatentRopeOptions(NamedTuple):
@@ -135,6 +149,7 @@ class LatentStep(NamedTuple):
     latents: Tensor  # [B, 1, S, C], written in place
     rotated: Tensor  # [B, 1, S, R], written in place
     weight: Tensor  # [H * (N + V), C]
+    weight_scale: Optional[Tensor]  # as LatentAttention has it
     length: Tensor  # []: the first slot that is written; T is added to it in place
     mask: Optional[Tensor]  # [B or 1, 1, T or 1, S]
     options: LatentStepOptions

@@ -2,6 +2,7 @@
 
 import torch
 
+from ..fp8.call import BLOCK, SCALES, blocks_of
 from ..norm.call import CASTING_MODES
 from ..runtime import checks
 from ..runtime.call import tensors_in
@@ -203,15 +204,16 @@ def attention_with_kvcache(call: calls.KvCacheAttention) -> calls.KvCacheAttenti
 
 
 def latent_attention_with_kvcache(call: calls.LatentAttention) -> calls.LatentAttention:
-    q, latents, rotated, weight, cache_seqlens, mask, (nope, softmax_scale) = call
+    q, latents, rotated, weight, weight_scale, cache_seqlens, mask, (nope, softmax_scale) = call
     sizes = {"1": 1}
     checks.has_shape("q", q, "B T H N+R", sizes)
     checks.has_shape("latents", latents, "B 1 S C", sizes)
     checks.has_shape("rotated", rotated, "B 1 S R", sizes)
     checks.has_shape("weight", weight, "H*(N+V) C", sizes)
     checks.is_floating("q", q)
-    for name, x in (("latents", latents), ("rotated", rotated), ("weight", weight)):
+    for name, x in (("latents", latents), ("rotated", rotated)):
         checks.agrees(name, x, "q", q)
+    _scaled("weight", weight, weight_scale, q)
     H, R, rows = sizes["H"], sizes["R"], sizes["H*(N+V)"]
     checks.is_int("qk_nope_head_dim", nope, 1)
     if sizes["N+R"] != nope + R:
@@ -229,6 +231,17 @@ def latent_attention_with_kvcache(call: calls.LatentAttention) -> calls.LatentAt
     _over_slots(q, "latents", cache_seqlens, mask, dims, softmax_scale, sizes)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     return calls.LatentAttention(*tensors_in(call), calls.LatentOptions(nope, scale))
+
+
+def _scaled(name: str, weight, scale, q) -> None:
+    """Checks a weight that agrees with q, or one in FP8 with a scale for 128 x 128 values."""
+    if scale is None:
+        checks.agrees(name, weight, "q", q)
+        return
+    checks.has_dtype(name, weight, (torch.float8_e4m3fn,))
+    checks.same_device(name, weight, "q", q)
+    sizes = dict(zip((f"rows/{BLOCK}", f"columns/{BLOCK}"), map(blocks_of, weight.shape)))
+    checks.has_form(f"{name}_scale", scale, " ".join(sizes), sizes, "q", q, SCALES)
 
 
 def fused_latent_norm_rope(call: calls.LatentNormRope) -> calls.LatentNormRope:

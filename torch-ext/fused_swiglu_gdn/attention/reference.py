@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..fp8.call import Quantised
-from ..fp8.reference import quantise_fwd
+from ..fp8.reference import dequantised, quantise_fwd
 from ..runtime.dtypes import at_least_fp32
 from .call import LatentNormRope, QkNormRope, QkOptions
 
@@ -125,6 +125,7 @@ def latent_attention(
     latents: Tensor,  # [B, 1, S, C]
     rotated: Tensor,  # [B, 1, S, R]
     weight: Tensor,  # [H * (N + V), C]
+    weight_scale: Optional[Tensor],  # of a weight in FP8
     cache_seqlens: Optional[Tensor],  # [] or [B]; None: all slots are filled
     mask: Optional[Tensor],  # [B or 1, 1, T or 1, S], bool or floating; None: causal
     nope: int,
@@ -133,6 +134,8 @@ def latent_attention(
     """softmax(k q scale + mask) v over the filled slots, in fp32, where k and v are made of the
     latents by the weight: in absorbed form, which makes neither. 0 where no slot is attended."""
     (B, T, H, _), S = q.shape, latents.shape[2]
+    if weight_scale is not None:
+        weight = dequantised(weight, weight_scale).to(at_least_fp32(q).dtype)
     keys, values = (
         at_least_fp32(weight)
         .view(H, -1, latents.shape[3])
@@ -205,6 +208,7 @@ def latent_step(
     latents: Tensor,  # [B, 1, S, C]
     rotated: Tensor,  # [B, 1, S, R]
     weight: Tensor,  # [H * (N + V), C]
+    weight_scale: Optional[Tensor],
     length: Tensor,  # []
     mask: Optional[Tensor],
     nope: int,
@@ -216,7 +220,7 @@ def latent_step(
     q = q.clone()
     latent_norm_rope(q, kv, norm, cos, sin, latents, rotated, length, eps, rotary)
     length.add_(q.shape[1])
-    return latent_attention(q, latents, rotated, weight, length, mask, nope, scale)
+    return latent_attention(q, latents, rotated, weight, weight_scale, length, mask, nope, scale)
 
 
 def _norm_gradients(d, x, weight, options) -> Tuple[Tensor, Optional[Tensor]]:

@@ -1,7 +1,8 @@
 """The calls of FP8, and what they share. Sizes: M tokens, P of them with padding, K columns."""
 
-from typing import NamedTuple, Optional
+from typing import NamedTuple, Optional, Sequence
 
+import torch
 from torch import Tensor
 
 from ..runtime.call import NoOptions, call
@@ -12,6 +13,8 @@ MAX_PLAIN = 2  # weights in bf16 beside those in FP8
 ROWS = 16  # the product takes a multiple of so many
 PLAIN_ROWS = 32  # of a weight in bf16 that a program takes
 LEAST = 1e-4  # the least magnitude that a scale is made of
+E8M0 = getattr(torch, "float8_e8m0fnu", None)  # powers of two of one byte
+SCALES = (torch.float32,) if E8M0 is None else (torch.float32, E8M0)  # of weights
 INVERSE = 1 / 448  # of the largest value of e4m3; torch divides by a number on a GPU like this
 
 
@@ -29,6 +32,13 @@ def padded(rows: int) -> int:
 def blocks_of(n: int) -> int:
     """The number of scales of n columns, or of n rows of a weight."""
     return -(-n // BLOCK)
+
+
+def as_bytes(scales: Sequence[Optional[Tensor]]) -> tuple:
+    """Scales in e8m0 as kernels take them."""
+    return tuple([
+        s.view(torch.uint8) if s is not None and s.dtype is E8M0 else s for s in scales
+    ])  # fmt: skip
 
 
 @call

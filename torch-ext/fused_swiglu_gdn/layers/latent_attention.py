@@ -17,13 +17,14 @@ from torch import nn
 
 from ..attention import ops
 from ..attention.api import fused_latent_norm_rope, latent_attention_with_kvcache
+from ..attention.call import reads_fp8
 from ..projection.project import normed_project
 from ..runtime import dispatch
 from ..runtime.dtypes import HALF
 from .attention import Updates
 from .few_tokens import by_torch
 from .forward import Arguments, Interface, Value, Word, Words, forward_by
-from .fp8.linear import dequantised
+from .fp8.linear import scaled
 from .fp8.weights import weights_of
 from .norm import parameters_of_norm
 from .pinned import Pinned
@@ -127,7 +128,8 @@ class LatentAttention:
 
     def attended(self, call: "Call", q, kv, weight, attention, given: dict, rest: dict) -> tuple:
         """The heads' outputs, and the weights of attention or None: of latents, or of the keys and
-        values that are made of them. weight: of kv_b, if it is known that they are latents."""
+        values that are made of them. weight: of kv_b and its scales, if it is known that they are
+        latents."""
         form, parts = self.form, attention.__dict__["_modules"]
         latents, rotated, length = self.kept(call, q, kv, attention, given, rest)
         if form.positions is not None:
@@ -139,9 +141,10 @@ class LatentAttention:
             k, v = self.expanded(parts, latents, rotated, q.shape[2])
             words = {**call.words, **call.more}
             return call.function(attention, q.transpose(1, 2), k, v, call.mask, **words)
+        weight, scales = weight
         out = latent_attention_with_kvcache(
             q, latents, rotated, weight, length, qk_nope_head_dim=form.sizes[2],
-            attention_mask=call.mask, softmax_scale=call.scale,
+            attention_mask=call.mask, softmax_scale=call.scale, weight_scale=scales,
         )  # fmt: skip
         return out, None
 
@@ -172,13 +175,14 @@ class LatentAttention:
             few = x.shape[1] <= MOST and not drops and by_torch(function, words, more)
         return Call(x, mask, function, words, more, tables, norm, past, index, slots, few)
 
-    def weight(self, call: "Call", parts: dict, latents, rotated) -> Optional[torch.Tensor]:
-        """The weight of kv_b, if the tokens attend to these latents and keys of a cache."""
+    def weight(self, call: "Call", parts: dict, latents, rotated) -> Optional[tuple]:
+        """The weight of kv_b and its scales, if the tokens attend to these latents and keys of a
+        cache."""
         if not call.few or not _attends(call.x, call.mask, latents, rotated):
             return None
-        return _weight(parts[self.form.kv_b], call.x)
+        return _weight(parts[self.form.kv_b], call.x, *self.form.sizes[2:])
 
-    def stepped(self, call: "Call", q, kv, weight: torch.Tensor) -> Optional[torch.Tensor]:
+    def stepped(self, call: "Call", q, kv, weight: tuple) -> Optional[torch.Tensor]:
         """The heads' outputs of tokens that are written to a static cache and attend to it, or None
         if that takes more than one operation."""
         form, slots = self.form, call.slots
@@ -187,7 +191,7 @@ class LatentAttention:
         scale = q.shape[3] ** -0.5 if call.scale is None else float(call.scale)
         norm, eps = call.norm[:2]
         tensors = (
-            q, kv, norm, *call.tables, slots.keys, slots.values, weight, slots.cumulative_length,
+            q, kv, norm, *call.tables, slots.keys, slots.values, *weight, slots.cumulative_length,
             call.mask,
         )  # fmt: skip
         options = (form.sizes[2], scale, eps, form.rotary or "halves")
@@ -245,16 +249,16 @@ def _normed(q: torch.Tensor, norm: nn.Module, linear: nn.Module) -> torch.Tensor
     return projections(norm(q), linear, unpatched=True)[0]
 
 
-def _weight(linear: nn.Module, x: torch.Tensor) -> Optional[torch.Tensor]:
-    """The weight of a projection that is a product with it alone, of the dtype of x, or None; of an
-    FP8Linear made for this call."""
+def _weight(linear: nn.Module, x: torch.Tensor, N: int, V: int) -> Optional[tuple]:
+    """(weight, None) of a projection that is a product with it alone, of the dtype of x, (weight,
+    scales) of an FP8Linear, or None."""
     found = parameters_of(linear)
     if found is None:
-        return dequantised(linear, x)
+        return scaled(linear, x, KERNEL) if reads_fp8(x.device, N, V) else None
     if found[0][1] is not None:
         return None
     weight = found[0][0]
-    return weight if weight.dtype is x.dtype and weight.device == x.device else None
+    return (weight, None) if weight.dtype is x.dtype and weight.device == x.device else None
 
 
 def _has_kernels(x: torch.Tensor, C: int, R: int) -> bool:

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from ..experts.ops_fp8 import FP8, fp8_experts
-from ..fp8.call import BLOCK
+from ..fp8.call import BLOCK, SCALES
 from ..layers.activations import activation_of
-from ..layers.fp8.weights import SCALES, SCHEME, takes
+from ..layers.fp8.weights import SCHEME, takes
 from ..layers.own_code import is_in_its_file
 from ..layers.pinned import Pinned
 from ..layers.plain import PLAIN_TENSORS, told

@@ -12,9 +12,9 @@ from typing import Dict, List, Optional, Tuple, Union
 import torch
 from torch import nn
 
-from ..fp8.call import BLOCK, ROWS, blocks_of
+from ..fp8.call import BLOCK, ROWS, SCALES, blocks_of
 from ..fp8.ops import PRODUCT
-from ..layers.fp8.weights import SCALES, SCHEME, Fp8Form, scheme_of
+from ..layers.fp8.weights import SCHEME, Fp8Form, scheme_of
 from ..layers.own_classes import Code
 from ..layers.own_code import is_in_its_file
 from ..layers.pinned import Pinned

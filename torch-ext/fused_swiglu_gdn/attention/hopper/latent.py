@@ -18,6 +18,7 @@ from . import latent_wide
 from .latent_wide import part_of
 
 LOG2E = gl.constexpr(1.4426950408889634)
+HALVES_WIDE = 1
 SHARED = 225 << 10  # bytes of shared memory that a program may use here
 # by the most rows of queries: rows of a program, warps
 FORMS = ((16, 16, 4), (32, 32, 4), (None, 64, 8))
@@ -179,8 +180,9 @@ def _ring_kernel(
 def form_of(call: LatentAttention) -> Form:
     (_, T, H, _), C, R = call.q.shape, call.latents.shape[3], call.rotated.shape[3]
     if T * H > 32 and R == 64 and C > 128:
-        options = {"num_warps": 4, "maxnreg": 168}
-        return Form(latent_wide.wide_kernel, 64, 64, options, 1, latent_wide.maps)
+        halves = HALVES_WIDE
+        options = {"num_warps": 4, "maxnreg": 168, "N": 32 if halves == 2 else 64}
+        return Form(latent_wide.wide_kernel, 64, 64, options, halves, latent_wide.maps)
     _, block_r, warps = next(f for f in FORMS if f[0] is None or T * H <= f[0])
     shared = 2 * (128 + 2 * block_r) * (C + R) + 128 * block_r
     halves = 2 if block_r <= 32 and shared <= SHARED else 1

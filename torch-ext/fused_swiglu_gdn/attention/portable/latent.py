@@ -8,13 +8,14 @@ from typing import Callable, NamedTuple, Optional
 
 import torch
 
+from ...fp8.call import as_bytes
 from ...runtime import device, tuning
 from ...runtime.cache import keep
 from ...runtime.copies import on_copies
 from ...runtime.dtypes import HALF
 from ...runtime.launch import Launch, kind_of, named
 from ...runtime.sizes import next_power_of_2
-from ..call import LatentAttention
+from ..call import LatentAttention, reads_fp8, rows_at_once
 from .latent_kernels import (
     _absorb_kernel,
     _attend_kernel,
@@ -49,7 +50,7 @@ class Form(NamedTuple):
 
 def takes(call: LatentAttention) -> bool:
     """True for up to 8 tokens in fp16 or bf16, with C 16 to 512 and R 16 to 128, powers of two."""
-    q, latents, rotated, weight, _, mask, (N, _) = call
+    q, latents, rotated, weight, scale, _, mask, (N, _) = call
     (B, T, H, _), C, R = q.shape, latents.shape[3], rotated.shape[3]
     return (
         q.dtype in HALF
@@ -57,6 +58,7 @@ def takes(call: LatentAttention) -> bool:
         and B * H > 0
         and 0 < N
         and weight.shape[0] > H * N
+        and (scale is None or reads_fp8(q.device, N, weight.shape[0] // H - N))
         and 16 <= C <= MAX_LATENT
         and 16 <= R <= MAX_ROTARY
         and C & (C - 1) == R & (R - 1) == 0
@@ -97,12 +99,13 @@ def prepared(call: LatentAttention, form_of: Callable) -> Callable:
     def resized(*tensors):
         attend, finish, size = launches.at(*tensors)
 
-        def run(q, latents, rotated, weight, cache_seqlens, mask):
+        def run(q, latents, rotated, weight, scale, cache_seqlens, mask):
+            (scale,) = as_bytes((scale,))
             qa, y = q.new_empty(B, T, H, launches.width), q.new_empty(B, T, H, V)
             parts = q.new_empty(size, dtype=torch.float32)
-            launches.absorb(q, weight, qa)
+            launches.absorb(q, weight, scale, qa)
             attend(qa, latents, rotated, cache_seqlens, mask, parts)
-            finish(parts, cache_seqlens, weight, None, y)
+            finish(parts, cache_seqlens, (weight, scale), None, y)
             return y
 
         run.resized = resized
@@ -128,7 +131,7 @@ class Launches:
     """
 
     def __init__(self, call: LatentAttention, form: Form, new: int = 0):
-        q, latents, rotated, weight, cache_seqlens, _, (N, scale) = call
+        q, latents, rotated, weight, weight_scale, cache_seqlens, _, (N, scale) = call
         B, T, H, D = q.shape
         C, R = latents.shape[3], rotated.shape[3]
         V = weight.shape[0] // H - N
@@ -141,9 +144,12 @@ class Launches:
         M, self.new, self.width = B * T, new, form.halves * C + R
         self.sizes = sizes = {"H": H, "N": N, "V": V, "C": C, "PDL": self.pdl}
         BLOCK_M, BLOCK_C = min(64, max(16, next_power_of_2(M))), min(ABSORBED, C)
+        BLOCK_K = max(16, min(64, next_power_of_2(N)))
+        if weight_scale is not None:
+            BLOCK_K = rows_at_once(N, V)
         self.tiles = {
             "R": R, "HALVES": form.halves, "BLOCK_M": BLOCK_M, "BLOCK_C": BLOCK_C,
-            "BLOCK_K": max(16, min(64, next_power_of_2(N))),
+            "BLOCK_K": BLOCK_K,
         }  # fmt: skip
         self.programs = -(-M // BLOCK_M) * H * (C // BLOCK_C + 1)  # of absorb
         few = 1 if M <= 4 else 16  # tokens that share what is read of the weight in `finish`
@@ -166,7 +172,7 @@ class Launches:
             options=options, guarded=True,
         )  # fmt: skip
 
-    def at(self, q, latents, rotated, weight, cache_seqlens, mask) -> tuple:
+    def at(self, q, latents, rotated, weight, weight_scale, cache_seqlens, mask) -> tuple:
         """(launch over the parts, function that makes y of them, elements of the parts)."""
         form, B, S, C, R = self.form, self.B, latents.shape[2], self.C, self.R
         tiles = -(-self.rows // form.block_r)
@@ -177,7 +183,8 @@ class Launches:
             mask_steps = tuple([mask.stride(dim) if size > 1 else 0 for dim, size in steps])
         c_step, r_step = (x.stride(0) if B > 1 else 0 for x in (latents, rotated))
         numbers = (c_step, r_step, mask_steps, self.step, B, S, splits, self.scale2)
-        maps = form.maps and form.maps(self.dtype, B, S, self.rows, C, R, (c_step, r_step))
+        sizes = (B, S, self.rows, C, R, self.width, form.values.get("N"))
+        maps = form.maps and form.maps(self.dtype, *sizes, (c_step, r_step))
         rest = (1, splits) if self.in_one else (self.step, B, S, splits)
         parts = next_power_of_2(splits)
         key = (parts, kind_of(numbers))
@@ -196,12 +203,12 @@ class Launches:
         if maps:
             by_maps, attend = attend, lambda q, *more: by_maps(q, q, *more)
 
-        def finish(parts, cache_seqlens, weight, grown, y):
+        def finish(parts, cache_seqlens, weight, grown, y):  # weight: with its scale
             if self.in_one:
-                return last(parts, weight, grown, y)
+                return last(parts, *weight, grown, y)
             o = y.new_empty(B * self.rows * C, dtype=torch.float32)
             last(parts, cache_seqlens, o)
-            self.finish(o, weight, grown, y)
+            self.finish(o, *weight, grown, y)
 
         return attend, finish, B * self.rows * splits * (C + 2)
 

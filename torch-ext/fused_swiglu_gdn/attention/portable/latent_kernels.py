@@ -18,16 +18,26 @@ rotary channels, N channels of a head without rotary embedding, V of a value hea
 import triton
 import triton.language as tl
 
+from ...fp8.call import BLOCK
+from ...fp8.portable.dequantise import weight_scale
 from ...runtime.primitives import after_predecessor
 from .latent_rope import load_pairs, store_pairs, turned
 from .parts import parts_of
 
 LOG2E = tl.constexpr(1.4426950408889634)
+_BLOCK = tl.constexpr(BLOCK)
+
+
+@triton.jit
+def scales_at(s_ptr, row, column, C: tl.constexpr):
+    """The scales of a weight in FP8 at these rows and latent channels."""
+    return weight_scale(s_ptr + row // _BLOCK * ((C + _BLOCK - 1) // _BLOCK) + column // _BLOCK)
 
 
 @triton.jit
 def absorbed(
     pid, q_ptr, w_ptr,
+    s_ptr,  # of a weight in e4m3: [ceil(H (N + V) / 128), ceil(C / 128)]; None
     cos_ptr,  # as in latent_rope.py; None: q is turned
     sin_ptr, y_ptr, M, T,
     q_step, turn_steps,
@@ -56,10 +66,15 @@ def absorbed(
             at = h.to(tl.int64) * (N + V) + k + n
             there = k + n < N
             w = tl.load(w_ptr + at[:, None] * C + ch[None, :], mask=there[:, None], other=0.0)
+            if s_ptr is not None:
+                scale = scales_at(s_ptr, h * (N + V) + k, block * BLOCK_C, C)
             if k == 0:
                 after_predecessor(PDL)
             q = tl.load(rows + k + n[None, :], mask=(m < M)[:, None] & there[None, :], other=0.0)
-            acc = tl.dot(q, w, acc)
+            if s_ptr is None:
+                acc = tl.dot(q, w, acc)
+            else:  # BLOCK_K rows of a head share a scale
+                acc += tl.dot(q, w.to(q.dtype)) * scale
         high = acc.to(y_ptr.dtype.element_ty)
         tl.store(y + ch[None, :], high, mask=(m < M)[:, None])
         if HALVES == 2:
@@ -88,6 +103,7 @@ def absorbed(
 def _absorb_kernel(
     q_ptr,  # [M, H, N + R]
     w_ptr,  # [H, N + V, C]
+    s_ptr,  # as in `absorbed`
     y_ptr,  # [M, H, C + R], or of two HALVES C + R + C
     M,
     q_step,  # of M
@@ -97,8 +113,8 @@ def _absorb_kernel(
 ):  # fmt: skip
     after_predecessor(PDL)
     absorbed(
-        tl.program_id(0), q_ptr, w_ptr, None, None, y_ptr, M, 1, q_step, (0, 0, 0), H, N, R, V, C,
-        False, False, HALVES, BLOCK_M, BLOCK_C, BLOCK_K, False,
+        tl.program_id(0), q_ptr, w_ptr, s_ptr, None, None, y_ptr, M, 1, q_step, (0, 0, 0), H, N, R,
+        V, C, False, False, HALVES, BLOCK_M, BLOCK_C, BLOCK_K, False,
     )  # fmt: skip
 
 
@@ -195,6 +211,7 @@ def _attend_kernel(
 def _finish_kernel(
     o_ptr,  # fp32 [M, H, C]
     w_ptr,  # [H, N + V, C]
+    s_ptr,  # as in `absorbed`
     len_ptr,  # [], to which NEW is added, or None
     y_ptr,  # [M, H, V]
     M,
@@ -216,6 +233,9 @@ def _finish_kernel(
     rows = w_ptr + (h.to(tl.int64) * (N + V) + N + v[:, None]) * C
     o_rows = o_ptr + (m[:, None].to(tl.int64) * H + h) * C
     w = tl.load(rows + ch, mask=(v < V)[:, None], other=0.0)
+    SHARED: tl.constexpr = min(BLOCK_C, _BLOCK)  # latent channels that share a scale
+    w_row = h * (N + V) + N + tl.minimum(v, V - 1)
+    group = tl.arange(0, BLOCK_C // SHARED) * SHARED
     after_predecessor(PDL)
     if len_ptr is not None and pid == 0:
         tl.store(len_ptr, tl.load(len_ptr) + NEW)
@@ -223,13 +243,23 @@ def _finish_kernel(
     for first in tl.static_range(0, C, BLOCK_C):
         if first > 0:
             w = tl.load(rows + first + ch, mask=(v < V)[:, None], other=0.0)
+        if s_ptr is not None:
+            scale = scales_at(s_ptr, w_row[:, None], first + group[None, :], C)
         o = tl.load(o_rows + first + ch, mask=(m < M)[:, None], other=0.0)
         if BLOCK_M == 1:
-            y += tl.sum(w.to(tl.float32) * o, 1)[None, :]
+            x = w.to(tl.float32) * o
+            if s_ptr is not None:
+                x = scale * tl.sum(x.reshape((BLOCK_V, BLOCK_C // SHARED, SHARED)), 2)
+            y += tl.sum(x, 1)[None, :]
         else:
+            w = w.to(y_ptr.dtype.element_ty)
             high = o.to(w.dtype)
-            y = tl.dot(high, tl.trans(w), y)
-            y = tl.dot((o - high.to(tl.float32)).to(w.dtype), tl.trans(w), y)
+            low = (o - high.to(tl.float32)).to(w.dtype)
+            if s_ptr is None:
+                y = tl.dot(high, tl.trans(w), y)
+                y = tl.dot(low, tl.trans(w), y)
+            else:  # BLOCK_C channels share a scale
+                y += tl.dot(low, tl.trans(w), tl.dot(high, tl.trans(w))) * tl.sum(scale, 1)[None, :]
     inside = (m < M)[:, None] & (v < V)[None, :]
     at = (m[:, None].to(tl.int64) * H + h) * V + v[None, :]
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
@@ -239,6 +269,7 @@ def _finish_kernel(
 def _finish_parts_kernel(
     parts_ptr,  # as _attend_kernel has them
     w_ptr,  # [H, N + V, C]
+    s_ptr,  # as in `absorbed`
     len_ptr,  # [], to which NEW is added, or None
     y_ptr,  # [M, H, V]
     M,
@@ -264,8 +295,8 @@ def _finish_parts_kernel(
     row = (pid // BLOCKS).to(tl.int64)
     v = (pid % BLOCKS) * BLOCK_V + tl.arange(0, BLOCK_V)
     ch = tl.arange(0, C)[None, :]
-    w_rows = w_ptr + ((row % H) * (N + V) + N + v)[:, None] * C
-    w = tl.load(w_rows + ch, mask=(v < V)[:, None], other=0.0)
+    w_row = (row % H) * (N + V) + N + v
+    w = tl.load(w_ptr + w_row[:, None] * C + ch, mask=(v < V)[:, None], other=0.0)
     rows = M.to(tl.int64) * (H * SPLITS)
     after_predecessor(PDL)
     if len_ptr is not None and pid == 0:
@@ -292,5 +323,11 @@ def _finish_parts_kernel(
     share = tl.exp2(top - tl.where(most == float("-inf"), 0.0, most))
     total = tl.sum(share * total, 0)
     o = tl.sum(share[:, None] * o, 0) / tl.where(total == 0.0, 1.0, total)
-    y = tl.sum(w.to(tl.float32) * o[None, :], 1)
+    x = w.to(tl.float32) * o[None, :]
+    if s_ptr is not None:
+        SHARED: tl.constexpr = min(C, _BLOCK)  # latent channels that share a scale
+        group = tl.arange(0, C // SHARED) * SHARED
+        scale = scales_at(s_ptr, tl.minimum(w_row, H * (N + V) - 1)[:, None], group[None, :], C)
+        x = scale * tl.sum(x.reshape((BLOCK_V, C // SHARED, SHARED)), 2)
+    y = tl.sum(x, 1)
     tl.store(y_ptr + row * V + v, y.to(y_ptr.dtype.element_ty), mask=v < V)

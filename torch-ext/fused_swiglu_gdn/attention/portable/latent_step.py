@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ...fp8.call import as_bytes
 from ...runtime.dtypes import served
 from ...runtime.primitives import after_predecessor
 from ..call import LatentAttention, LatentOptions, LatentStep
@@ -29,6 +30,7 @@ def _absorb_step_kernel(
     r_cache_ptr,  # [B, 1, S, R]
     at_ptr,  # []: the first slot that is written
     w_ptr,  # [H, N + V, C]
+    s_ptr,  # as in latent_kernels.py
     y_ptr,  # as _absorb_kernel has it
     M, T, S,
     q_step,  # of M
@@ -52,15 +54,15 @@ def _absorb_step_kernel(
         )  # fmt: skip
     else:
         absorbed(
-            pid - M, q_ptr, w_ptr, cos_ptr, sin_ptr, y_ptr, M, T, q_step, turn_steps, H, N, R, V,
-            C, FROM_PAIRS, TO_PAIRS, HALVES, BLOCK_M, BLOCK_C, BLOCK_K, PDL,
+            pid - M, q_ptr, w_ptr, s_ptr, cos_ptr, sin_ptr, y_ptr, M, T, q_step, turn_steps, H, N,
+            R, V, C, FROM_PAIRS, TO_PAIRS, HALVES, BLOCK_M, BLOCK_C, BLOCK_K, PDL,
         )  # fmt: skip
 
 
 def attention_of(call: LatentStep) -> LatentAttention:
     """The attention of a step."""
     return LatentAttention(
-        call.q, call.latents, call.rotated, call.weight, call.length, call.mask,
+        call.q, call.latents, call.rotated, call.weight, call.weight_scale, call.length, call.mask,
         LatentOptions(call.options.nope, call.options.scale),
     )  # fmt: skip
 
@@ -73,10 +75,10 @@ def prepare_latent_step(call: LatentStep) -> Optional[Callable]:
 
 def prepared(call: LatentStep, form_of: Callable) -> Optional[Callable]:
     attention, (_, _, eps, rotary) = attention_of(call), call.options
-    q, kv, norm, cos, sin, latents, rotated, weight, length = call[:9]
+    q, kv, norm, cos, sin, latents, rotated, weight, _, length = call[:10]
     fits = norm.is_contiguous() and weight.is_contiguous() and kv.stride(2) == 1
     fits = fits and (cos is None or cos.stride() == sin.stride()) and not length.ndim
-    fits = fits and {x.dtype for x in (q, kv, latents, rotated, weight)} == {q.dtype}
+    fits = fits and {x.dtype for x in (q, kv, latents, rotated)} == {q.dtype}
     step = token_step(q)
     if step is None or not fits or not served(norm, cos, sin):
         return None
@@ -94,12 +96,13 @@ def prepared(call: LatentStep, form_of: Callable) -> Optional[Callable]:
         **launches.tiles,
     )  # fmt: skip
 
-    def run(q, kv, norm, cos, sin, latents, rotated, weight, length, mask):
+    def run(q, kv, norm, cos, sin, latents, rotated, weight, scale, length, mask):
+        (scale,) = as_bytes((scale,))
         qa, y = q.new_empty(B, T, H, launches.width), q.new_empty(B, T, H, V)
         parts = q.new_empty(size, dtype=torch.float32)
-        absorb(q, kv, norm, cos, sin, latents, rotated, length, weight, qa)
+        absorb(q, kv, norm, cos, sin, latents, rotated, length, weight, scale, qa)
         attend(qa, latents, rotated, length, mask, parts)
-        finish(parts, length, weight, length, y)
+        finish(parts, length, (weight, scale), length, y)
         return y
 
     return run

@@ -14,6 +14,7 @@ import triton.language as tl
 from ...projection.portable.token import weight_of
 from ...runtime.primitives import activate
 from ..call import BLOCK, PLAIN_ROWS
+from ..portable.dequantise import weight_scale
 from ..portable.quantise import codes_of, scale_of
 
 _BLOCK, _PLAIN_ROWS = tl.constexpr(BLOCK), tl.constexpr(PLAIN_ROWS)
@@ -41,20 +42,9 @@ def _part(w_ptrs, x_ptrs, k, mask_m, K: tl.constexpr):
 
 
 @triton.jit
-def _weight_scale(ptr):
-    """A scale of a weight in fp32, or in e8m0 as bytes: 2^(byte - 127), NaN for 255."""
-    scale = tl.load(ptr)
-    if ptr.dtype.element_ty == tl.uint8:
-        bits = scale.to(tl.int32) << 23
-        bits = tl.where(scale == 0, 1 << 22, tl.where(scale == 255, 0x7FC00000, bits))
-        scale = bits.to(tl.float32, bitcast=True)
-    return scale
-
-
-@triton.jit
 def _scales(x_scales, w_scales, k, P, mask_m):
     """Returns the scales of step k: of tokens [BLOCK_M], and of the weight."""
-    return tl.load(x_scales + k * P, mask=mask_m, other=0.0), _weight_scale(w_scales + k)
+    return tl.load(x_scales + k * P, mask=mask_m, other=0.0), weight_scale(w_scales + k)
 
 
 @triton.jit
@@ -248,7 +238,7 @@ def few_gate_kernel(
     up = tl.zeros((_BLOCK, BLOCK_M), tl.float32)
     for k in range(0, steps):
         x_scale = tl.load(x_scale_ptr + k * P + offs_m, mask=mask_m, other=0.0)
-        gate_scale, up_scale = _weight_scale(gate_scales + k), _weight_scale(up_scales + k)
+        gate_scale, up_scale = weight_scale(gate_scales + k), weight_scale(up_scales + k)
         x = x_desc.load([0, k * _BLOCK])
         first = tl.dot(gate_desc.load([tile * _BLOCK, k * _BLOCK]), x.T)
         second = tl.dot(up_desc.load([tile * _BLOCK, k * _BLOCK]), x.T)

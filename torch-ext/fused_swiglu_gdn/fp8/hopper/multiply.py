@@ -13,17 +13,16 @@ from typing import Callable, Dict, Optional, Tuple
 import torch
 import torch.nn.functional as F
 
-from ..call import BLOCK, ROWS, Product, Quantised, blocks_of
+from ..call import BLOCK, E8M0, ROWS, SCALES, Product, Quantised, blocks_of
 
 FOUR = 4  # scales that cuBLAS reads at once
-E8M0 = getattr(torch, "float8_e8m0fnu", None)
 _works: Dict[Tuple[int, bool], bool] = {}  # by the index of a device, and whether K is odd
 
 
 def prepare_multiply_fwd(call: Product) -> Optional[Callable]:
     """(weight, scale, x) -> [P, N] bf16, for tokens x in FP8."""
     weight, scale, _ = call
-    if weight.dtype is not torch.float8_e4m3fn or scale.dtype not in (torch.float32, E8M0):
+    if weight.dtype is not torch.float8_e4m3fn or scale.dtype not in SCALES:
         return None
     if weight.ndim != 2:
         return None

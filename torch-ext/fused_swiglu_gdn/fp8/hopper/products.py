@@ -9,12 +9,22 @@ import torch
 from ...projection.call import MAX_WEIGHTS
 from ...runtime import device
 from ...runtime.ops import rows_of
-from ..call import BLOCK, MOST, ROWS, Mlp, Product, Products, Quantised, blocks_of
+from ..call import (
+    BLOCK,
+    E8M0,
+    MOST,
+    ROWS,
+    SCALES,
+    Mlp,
+    Product,
+    Products,
+    Quantised,
+    as_bytes,
+    blocks_of,
+)
 from ..portable.quantise import gate_of, is_quantised_here, quantise_launch, quantising
 from .few import Few, gated
 from .multiply import prepare_multiply_fwd
-
-E8M0 = getattr(torch, "float8_e8m0fnu", None)
 
 
 def lies_so(weight: torch.Tensor, scale: torch.Tensor, K: int) -> bool:
@@ -22,7 +32,7 @@ def lies_so(weight: torch.Tensor, scale: torch.Tensor, K: int) -> bool:
     return (
         weight.dtype is torch.float8_e4m3fn
         and weight.ndim == 2
-        and scale.dtype in (torch.float32, E8M0)
+        and scale.dtype in SCALES
         and weight.shape[1] == K
         and weight.shape[0] > 0
         and scale.shape == (blocks_of(weight.shape[0]), blocks_of(K))
@@ -52,11 +62,6 @@ def _product(
             codes, s_x, weights, as_bytes(scales), *more, **words
         )
     return few
-
-
-def as_bytes(scales: Sequence[torch.Tensor]) -> tuple:
-    """Scales in e8m0 as kernels take them."""
-    return tuple([s.view(torch.uint8) if s.dtype is E8M0 else s for s in scales])
 
 
 def _of_many(lead: tuple, weights: Sequence, scales: Sequence) -> Optional[Callable]:

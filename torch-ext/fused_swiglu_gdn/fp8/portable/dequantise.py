@@ -18,6 +18,17 @@ ROWS = 32  # of a program
 
 
 @triton.jit
+def weight_scale(ptr):
+    """Scales of a weight in fp32, or in e8m0 as bytes: 2^(byte - 127), NaN for 255."""
+    scale = tl.load(ptr)
+    if ptr.dtype.element_ty == tl.uint8:
+        bits = scale.to(tl.int32) << 23
+        bits = tl.where(scale == 0, 1 << 22, tl.where(scale == 255, 0x7FC00000, bits))
+        scale = bits.to(tl.float32, bitcast=True)
+    return scale
+
+
+@triton.jit
 def _dequantise_kernel(
     weight_ptr,  # [N, K] e4m3
     scale_ptr,  # [ceil(N / 128), ceil(K / 128)] fp32

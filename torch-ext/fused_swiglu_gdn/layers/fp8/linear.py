@@ -7,7 +7,7 @@ module's own class.
 """
 
 import functools
-from typing import Callable, Dict, List, Optional, Sequence
+from typing import Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -86,16 +86,15 @@ def forward_of(form: Fp8Form) -> Callable:
     return forward
 
 
-def dequantised(linear: nn.Module, x: torch.Tensor) -> Optional[torch.Tensor]:
-    """The weight in bf16 of an FP8Linear that only multiplies by it, for tokens made of x, which
-    are not quantised; None of other modules, and where nothing computes it. Nothing is kept."""
-    if not FORMS or not takes(x, (DEQUANTISE.family, DEQUANTISE.name)):
+def scaled(
+    linear: nn.Module, x: torch.Tensor, operation: tuple
+) -> Optional[Tuple[torch.Tensor, torch.Tensor]]:
+    """The weight of an FP8Linear that only multiplies by it, and its scales, for tokens made of x,
+    which are not quantised by an operation; None of other modules, and if x is not taken."""
+    if not FORMS or not takes(x, operation):
         return None
     (found,) = weights_of((linear,), x)
-    if found is None:
-        return None
-    weight, scale, bias = found
-    return None if bias is not None else DEQUANTISE((weight, scale.float()))
+    return found[:2] if found is not None and found[2] is None else None
 
 
 def project(

@@ -26,7 +26,6 @@ FORMS: Dict[type, Fp8Form] = {}  # by the classes of modules, served or not
 # The parameters of an FP8Linear: [N, K] e4m3, [ceil(N / 128), ceil(K / 128)], and the bias
 Weight = Tuple[torch.Tensor, torch.Tensor, Optional[torch.Tensor]]
 SCHEME = ((BLOCK, BLOCK), "dynamic", None)  # that is served
-SCALES = (torch.float32, getattr(torch, "float8_e8m0fnu", torch.float32))
 PARAMETERS = ("weight", "weight_scale_inv", "bias")
 NAMED, LISTED = frozenset(PARAMETERS), list(SCHEME[0])
 NOT_OWN = frozenset((*PARAMETERS, *OWN))  # which hide parameters, or what a call of the class does
