@@ -164,6 +164,8 @@ def test_weight_in_fp8(scales):
     same = {**x, "weight": weight, "weight_scale": None}
     found = kernel.latent_attention_with_kvcache(**x)
     assert torch.equal(found, kernel.latent_attention_with_kvcache(**same))
+    with pytest.raises(TypeError, match="weight must be of dtype float8_e4m3fn, got torch.float32"):
+        kernel.latent_attention_with_kvcache(**{**x, "weight": weight})
 
 
 @both_ways

@@ -233,6 +233,7 @@ BAD = [
     (latent, dict(cache_seqlens=torch.tensor(8)), "cache_seqlens must be 0 to 7, .* got 8"),
     (latent, dict(latents=ONES(2, 1, 0, 6), rotated=ONES(2, 1, 0, 4)), "at least one slot, got 0"),
     (turned, dict(sin=None), "sin must be given where cos is"),
+    (latent, dict(weight_scale=ONES(1, 2)), r"columns/128\] = \[1, 1\], got \[1, 2\]"),
     (turned, dict(cache_position=None), "cache_position must be given where latent_cache is"),
     (turned, dict(cache_position=torch.tensor(5)), "cache_position must be 0 to 4"),
     (rms, dict(after=True, residual=None), "residual must be given with after=True, got None"),

@@ -238,10 +238,10 @@ def _scaled(name: str, weight, scale, q) -> None:
     if scale is None:
         checks.agrees(name, weight, "q", q)
         return
-    checks.has_dtype(name, weight, (torch.float8_e4m3fn,))
-    checks.same_device(name, weight, "q", q)
     sizes = dict(zip((f"rows/{BLOCK}", f"columns/{BLOCK}"), map(blocks_of, weight.shape)))
     checks.has_form(f"{name}_scale", scale, " ".join(sizes), sizes, "q", q, SCALES)
+    checks.has_dtype(name, weight, (torch.float8_e4m3fn,))
+    checks.same_device(name, weight, "q", q)
 
 
 def fused_latent_norm_rope(call: calls.LatentNormRope) -> calls.LatentNormRope:
