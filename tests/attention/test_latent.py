@@ -138,8 +138,7 @@ def test_kernels(sizes, parts, mask, filled, monkeypatch):
     if filled == 41:  # queries that are a part of a larger tensor
         joined = torch.cat([x["q"].flatten(2), x["q"].flatten(2)[..., :8]], -1)
         x["q"] = joined[..., :-8].unflatten(-1, x["q"].shape[2:])
-    names = NAMES
-    fields = (*map(x.get, names), x["qk_nope_head_dim"], scale)
+    fields = (*map(x.get, NAMES), x["qk_nope_head_dim"], scale)
     for folder in folders():
         module = f"attention.{folder}.latent"
         with memory_of_nan():
@@ -208,8 +207,7 @@ def test_error_beside_the_expanded_form(sizes, monkeypatch):
     x = problem(sizes, S=300, dtype=HALF, device=DEVICE)
     x["q"] *= 2
     right = kernel.latent_attention_with_kvcache(**wide(x))
-    names = NAMES
-    fields = (*map(x.get, names), sizes[3], x["q"].shape[-1] ** -0.5)
+    fields = (*map(x.get, NAMES), sizes[3], x["q"].shape[-1] ** -0.5)
     for folder in folders():
         module = f"attention.{folder}.latent"
         mine = prepared(module, "latent_attention", calls.LatentAttention, *fields)
@@ -234,12 +232,24 @@ def test_error_over_many_slots(folder, sizes, monkeypatch):
     x = problem((1, *sizes[1:]), S=4096 if INTERPRETING else 32768, dtype=HALF, device=DEVICE)
     x["q"] /= 2
     right = kernel.latent_attention_with_kvcache(**wide(x))
-    names = NAMES
-    fields = (*map(x.get, names), sizes[3], x["q"].shape[-1] ** -0.5)
+    fields = (*map(x.get, NAMES), sizes[3], x["q"].shape[-1] ** -0.5)
     mine = prepared(
         f"attention.{folder}.latent", "latent_attention", calls.LatentAttention, *fields
     )
     assert relative_error(mine, right) <= 1.1 * relative_error(expanded(**x), right)
+
+
+@pytest.mark.gpu
+@compiled
+@pytest.mark.parametrize("sizes", [GPU_SIZES[6], GPU_SIZES[1]], ids=str)
+def test_a_cache_that_grows(sizes, monkeypatch):
+    """Many rows are in tiles of 32 over few slots, of 64 over many, in parts."""
+    monkeypatch.setattr(submodule("runtime.device"), "multiprocessor_count", lambda _: 33)
+    for S in (900, 4000, 901, 4001):
+        x = problem(sizes, S=S, dtype=HALF, device=DEVICE)
+        found = kernel.latent_attention_with_kvcache(**x)
+        right = kernel.latent_attention_with_kvcache(**wide(x))
+        assert relative_error(found, right) < ERROR[HALF]
 
 
 @pytest.mark.gpu

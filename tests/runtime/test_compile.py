@@ -52,6 +52,7 @@ SPILLS = {
     ("rms_norm training, fp32", "_rms_norm_bwd_kernel"): 168,
     ("rms_norm training, 12288 columns", "_rms_norm_bwd_kernel"): 72,
     ("rms_norm training, 16384 columns", "_rms_norm_bwd_kernel"): 96,
+    ("latent attention, GLM-4.7-Flash, ", "_ring_kernel"): 40,  # of several tokens
 }
 OTHERS = {"sm_80": 99, "sm_100": 227, "sm_120": 99}  # KiB of shared memory a program may have
 SHARED_KERNELS = ("_scan_kernel", "_transition_kernel", "_states_bwd_kernel", "_query_bwd_kernel")

@@ -9,6 +9,7 @@ block is copied while the one before it is computed. The other launches are the 
 
 from typing import Callable, Optional
 
+from ...runtime import device
 from ...runtime import gluon as hw
 from ...runtime.gluon import gl, gluon
 from ..call import LatentAttention
@@ -18,10 +19,10 @@ from . import latent_wide
 from .latent_wide import part_of
 
 LOG2E = gl.constexpr(1.4426950408889634)
-HALVES_WIDE = 1
 SHARED = 225 << 10  # bytes of shared memory that a program may use here
 # by the most rows of queries: rows of a program, warps
 FORMS = ((16, 16, 4), (32, 32, 4), (None, 64, 8))
+FEW = 5  # blocks of slots that a multiprocessor takes, up to which 32 rows are faster than 64
 
 
 @gluon.jit
@@ -178,12 +179,17 @@ def _ring_kernel(
 
 
 def form_of(call: LatentAttention) -> Form:
-    (_, T, H, _), C, R = call.q.shape, call.latents.shape[3], call.rotated.shape[3]
-    if T * H > 32 and R == 64 and C > 128:
-        halves = HALVES_WIDE
-        options = {"num_warps": 4, "maxnreg": 168, "N": 32 if halves == 2 else 64}
-        return Form(latent_wide.wide_kernel, 64, 64, options, halves, latent_wide.maps)
-    _, block_r, warps = next(f for f in FORMS if f[0] is None or T * H <= f[0])
+    """The form of a call, by shapes alone. Up to 32 rows have both halves of the queries, if shared
+    memory has room for them."""
+    (B, T, H, _), (S, C), R = call.q.shape, call.latents.shape[2:], call.rotated.shape[3]
+    rows = T * H
+    if rows > 32 and R == 64 and C > 128:
+        work = B * -(-rows // 32) * -(-S // 64)
+        if work > FEW * device.multiprocessor_count(call.q.device.index):
+            options = {"num_warps": 4, "maxnreg": 168}
+            return Form(latent_wide.wide_kernel, 64, 64, options, 1, latent_wide.maps)
+        rows = 32
+    _, block_r, warps = next(f for f in FORMS if f[0] is None or rows <= f[0])
     shared = 2 * (128 + 2 * block_r) * (C + R) + 128 * block_r
     halves = 2 if block_r <= 32 and shared <= SHARED else 1
     return Form(_ring_kernel, block_r, 64, {"W": warps, "num_warps": warps}, halves)

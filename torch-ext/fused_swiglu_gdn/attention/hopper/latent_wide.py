@@ -37,11 +37,10 @@ class Work:
     c_desc: hw.tma.tensor_descriptor  # [B, S, C], box [1, BLOCK, C]
     r_desc: hw.tma.tensor_descriptor  # [B, S, R], box [1, BLOCK, R]
     qs: gl.shared_memory_descriptor  # [BLOCK, C]
-    low: gl.shared_memory_descriptor  # [BLOCK, C]: what rounding took from it, of two HALVES
     qr: gl.shared_memory_descriptor  # [BLOCK, R]
-    cs: gl.shared_memory_descriptor  # [2, N, C]
-    rs: gl.shared_memory_descriptor  # [2, N, R]
-    ps: gl.shared_memory_descriptor  # [BLOCK, N]
+    cs: gl.shared_memory_descriptor  # [2, BLOCK, C]
+    rs: gl.shared_memory_descriptor  # [2, BLOCK, R]
+    ps: gl.shared_memory_descriptor  # [BLOCK, BLOCK]
     factors: gl.shared_memory_descriptor  # [BLOCK] fp32
     full: gl.shared_memory_descriptor  # [2] mbarriers: a block is there
     asked: gl.shared_memory_descriptor  # mbarrier: the queries are there
@@ -60,15 +59,13 @@ class Work:
     C: gl.constexpr
     R: gl.constexpr
     NEW: gl.constexpr
-    HALVES: gl.constexpr
-    N: gl.constexpr  # slots
 
 
 @gluon.jit
 def _load_block(w, i):
     full = w.full.index(i & 1)
-    hw.mbarrier.expect(full, w.N * (w.C + w.R) * 2)
-    at = [w.b, w.start + i * w.N, 0]
+    hw.mbarrier.expect(full, BLOCK * (w.C + w.R) * 2)
+    at = [w.b, w.start + i * BLOCK, 0]
     hw.tma_load(w.c_desc, at, full, hw.as_box(w.cs.index(i & 1), w.c_desc))
     hw.tma_load(w.r_desc, at, full, hw.as_box(w.rs.index(i & 1), w.r_desc))
 
@@ -78,40 +75,37 @@ def _load_first(w, blocks):
     """The first two blocks, before the launch ahead has ended if it does not write them: that of
     absorb writes no latents but those of the NEW slots; and the queries."""
     old = w.stop if w.NEW == 0 else gl.minimum(w.stop, w.length - w.NEW)
-    whole = gl.cdiv(old - w.start, w.N) if w.NEW == 0 else (old - w.start) // w.N
+    whole = gl.cdiv(old - w.start, BLOCK) if w.NEW == 0 else (old - w.start) // BLOCK
     early = gl.maximum(gl.minimum(whole, 2), 0)
     for i in range(0, early):
         _load_block(w, i)
     hw.wait_for_predecessor()
     hw.launch_dependents()
     if blocks > 0:
-        hw.mbarrier.expect(w.asked, BLOCK * (w.HALVES * w.C + w.R) * 2)
+        hw.mbarrier.expect(w.asked, BLOCK * (w.C + w.R) * 2)
         hw.tma_load(w.q_desc, [w.b, w.first, 0], w.asked, hw.as_box(w.qs, w.q_desc))
         hw.tma_load(w.qr_desc, [w.b, w.first, w.C], w.asked, hw.as_box(w.qr, w.qr_desc))
-        if w.HALVES == 2:
-            at = [w.b, w.first, w.C + w.R]
-            hw.tma_load(w.q_desc, at, w.asked, hw.as_box(w.low, w.q_desc))
     for i in range(early, gl.minimum(blocks, 2)):
         _load_block(w, i)
 
 
 @gluon.jit
 def _score_partition(w, mask_ptr, mask_steps, parts_ptr, scale2):
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, w.N, 16])
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     LAST: gl.constexpr = w.ROWS // w.H - 1
     row = w.first + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, LAYOUT))
-    n = gl.arange(0, w.N, layout=gl.SliceLayout(0, LAYOUT))
+    n = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, LAYOUT))
     token = row // w.H
     top = gl.full((BLOCK,), float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
     total = gl.zeros((BLOCK,), gl.float32, gl.SliceLayout(1, LAYOUT))
-    blank = gl.zeros((BLOCK, w.N), gl.float32, LAYOUT)
-    blocks = gl.cdiv(w.stop - w.start, w.N)
+    blank = gl.zeros((BLOCK, BLOCK), gl.float32, LAYOUT)
+    blocks = gl.cdiv(w.stop - w.start, BLOCK)
     _load_first(w, blocks)
     if blocks > 0:
         hw.mbarrier.wait(w.asked, 0)
     for i in range(blocks):
         s = i & 1
-        slot = w.start + i * w.N + n
+        slot = w.start + i * BLOCK + n
         if mask_ptr is not None:  # before the block, under which it comes
             at = w.b.to(gl.int64) * mask_steps[0] + slot.to(gl.int64) * mask_steps[2]
             if w.ROWS == w.H:
@@ -124,8 +118,6 @@ def _score_partition(w, mask_ptr, mask_steps, parts_ptr, scale2):
         c, r = w.cs.index(s).permute((1, 0)), w.rs.index(s).permute((1, 0))
         x = hw.warpgroup_mma(w.qs, c, blank, use_acc=False, is_async=True)
         x = hw.warpgroup_mma(w.qr, r, x, is_async=True)
-        if w.HALVES == 2:
-            x = hw.warpgroup_mma(w.low, c, x, is_async=True)
         x = hw.warpgroup_mma_wait(0, (x,))
         x = x * scale2
         if mask_ptr is None:
@@ -160,14 +152,14 @@ def _value_partition(w, mask_ptr, mask_steps, parts_ptr, scale2):
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, w.C // 2, 16])
     PANEL: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     acc = gl.zeros((BLOCK, w.C), gl.float32, LAYOUT)
-    blocks = gl.cdiv(w.stop - w.start, w.N)
+    blocks = gl.cdiv(w.stop - w.start, BLOCK)
     for i in range(blocks):
         s = i & 1
         tile = w.cs.index(s)
-        left = w.stop - w.start - i * w.N  # slots
+        left = w.stop - w.start - i * BLOCK  # slots
         hw.mbarrier.wait(w.full.index(s), (i >> 1) & 1)
-        if left < w.N:  # slots past the length may hold NaN, which 0 does not stop
-            n = gl.arange(0, w.N, layout=gl.SliceLayout(1, PANEL))
+        if left < BLOCK:  # slots past the length may hold NaN, which 0 does not stop
+            n = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, PANEL))
             for j in gl.static_range(w.C // 64):
                 panel = tile.slice(j * 64, 64, 1)
                 x = panel.load(PANEL)
@@ -199,7 +191,7 @@ def wide_kernel(
     c_step, r_step, mask_steps, len_step,
     B, S, SPLITS, scale2,
     H: gl.constexpr, ROWS: gl.constexpr, C: gl.constexpr, R: gl.constexpr, BLOCK_R: gl.constexpr,
-    NEW: gl.constexpr, HALVES: gl.constexpr, N: gl.constexpr,
+    NEW: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
     """BLOCK rows of queries over one part of the slots; P is rounded."""
     TILES: gl.constexpr = (ROWS + BLOCK - 1) // BLOCK
@@ -207,19 +199,13 @@ def wide_kernel(
     DT: gl.constexpr = c_desc.dtype
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, C], DT)
     thin: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, R], DT)
-    square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, N], DT)
-    blocks: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, C], DT)
-    keys: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, R], DT)
+    square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, BLOCK], DT)
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     qs = gl.allocate_shared_memory(DT, [BLOCK, C], wide)
     qr = gl.allocate_shared_memory(DT, [BLOCK, R], thin)
-    if HALVES == 2:
-        low = gl.allocate_shared_memory(DT, [BLOCK, C], wide)
-    else:
-        low = qs
-    cs = gl.allocate_shared_memory(DT, [2, N, C], blocks)
-    rs = gl.allocate_shared_memory(DT, [2, N, R], keys)
-    ps = gl.allocate_shared_memory(DT, [BLOCK, N], square)
+    cs = gl.allocate_shared_memory(DT, [2, BLOCK, C], wide)
+    rs = gl.allocate_shared_memory(DT, [2, BLOCK, R], thin)
+    ps = gl.allocate_shared_memory(DT, [BLOCK, BLOCK], square)
     factors = gl.allocate_shared_memory(gl.float32, [BLOCK], line)
     full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     asked = gl.allocate_shared_memory(gl.int64, [1], BAR)
@@ -235,9 +221,8 @@ def wide_kernel(
     b = pid // (TILES * SPLITS)
     start, stop, length = part_of(len_ptr, b.to(gl.int64), len_step, S, SPLITS, split, NEW)
     w = Work(
-        q_desc, qr_desc, c_desc, r_desc, qs, low, qr, cs, rs, ps, factors, full, asked, given,
+        q_desc, qr_desc, c_desc, r_desc, qs, qr, cs, rs, ps, factors, full, asked, given,
         taken, b, (pid % TILES) * BLOCK, split, start, stop, length, B, SPLITS, H, ROWS, C, R, NEW,
-        HALVES, N,
     )  # fmt: skip
     hw.barrier()
     hw.warp_specialize(
@@ -246,16 +231,14 @@ def wide_kernel(
     )  # fmt: skip
 
 
-def maps(
-    dtype: torch.dtype, B: int, S: int, rows: int, C: int, R: int, width: int, N: int, steps: tuple
-) -> tuple:
+def maps(dtype: torch.dtype, B: int, S: int, rows: int, C: int, R: int, steps: tuple) -> tuple:
     """Tensor maps of the queries, their rotary channels, latents and keys; steps: those of B of the
     last two."""
-    block = BLOCK.value
+    block, width = BLOCK.value, C + R
     queries = (B, rows, width), (rows * width, width, 1)
     return (
         tile_map(dtype, *queries, 1, block, C),
         tile_map(dtype, *queries, 1, block, R),
-        tile_map(dtype, (B, S, C), (steps[0] or S * C, C, 1), 1, N, C),
-        tile_map(dtype, (B, S, R), (steps[1] or S * R, R, 1), 1, N, R),
+        tile_map(dtype, (B, S, C), (steps[0] or S * C, C, 1), 1, block, C),
+        tile_map(dtype, (B, S, R), (steps[1] or S * R, R, 1), 1, block, R),
     )

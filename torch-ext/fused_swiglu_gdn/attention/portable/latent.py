@@ -87,16 +87,22 @@ def prepare_latent_attention(call: LatentAttention) -> Optional[Callable]:
 
 
 def prepared(call: LatentAttention, form_of: Callable) -> Callable:
-    if token_step(call.q) is None or not call.weight.is_contiguous():
+    weights = call.weight, call.weight_scale
+    if token_step(call.q) is None or not all([w is None or w.is_contiguous() for w in weights]):
 
-        def copied(q, latents, rotated, weight, *more):
-            return q.contiguous(), latents, rotated, weight.contiguous(), *more
+        def copied(q, latents, rotated, *more):
+            weights = [w if w is None else w.contiguous() for w in more[:2]]
+            return q.contiguous(), latents, rotated, *weights, *more[2:]
 
         return on_copies(lambda call: prepared(call, form_of), call, copied)
-    launches = Launches(call, form_of(call))
-    B, T, H, V = launches.shape
+    kind, options, made = type(call), call.options, {}
 
     def resized(*tensors):
+        form = form_of(kind(*tensors, options))  # it may be another one for another size
+        launches = made.get(form.block_r)
+        if launches is None:
+            launches = made[form.block_r] = Launches(kind(*tensors, options), form)
+        B, T, H, V = launches.shape
         attend, finish, size = launches.at(*tensors)
 
         def run(q, latents, rotated, weight, scale, cache_seqlens, mask):
@@ -183,8 +189,7 @@ class Launches:
             mask_steps = tuple([mask.stride(dim) if size > 1 else 0 for dim, size in steps])
         c_step, r_step = (x.stride(0) if B > 1 else 0 for x in (latents, rotated))
         numbers = (c_step, r_step, mask_steps, self.step, B, S, splits, self.scale2)
-        sizes = (B, S, self.rows, C, R, self.width, form.values.get("N"))
-        maps = form.maps and form.maps(self.dtype, *sizes, (c_step, r_step))
+        maps = form.maps and form.maps(self.dtype, B, S, self.rows, C, R, (c_step, r_step))
         rest = (1, splits) if self.in_one else (self.step, B, S, splits)
         parts = next_power_of_2(splits)
         key = (parts, kind_of(numbers))
@@ -230,7 +235,7 @@ class Launches:
     def combine(self, parts: int, numbers: tuple) -> Launch:
         rows, C = self.B * self.rows, self.C
         sms = device.multiprocessor_count(self.device.index)
-        block = min(C, COMBINED // parts if rows >= sms else 128)
+        block = min(C, COMBINED // parts if rows >= sms else 64)
         return self.launch(
             combine_kernel, rows * (C // block), numbers, D=C, PARTS=parts, ROWS=self.rows,
             NEW=self.new, BLOCK_N=self.form.block_n, BLOCK_D=block, PDL=self.pdl,

@@ -75,8 +75,9 @@ def prepare_latent_step(call: LatentStep) -> Optional[Callable]:
 
 def prepared(call: LatentStep, form_of: Callable) -> Optional[Callable]:
     attention, (_, _, eps, rotary) = attention_of(call), call.options
-    q, kv, norm, cos, sin, latents, rotated, weight, _, length = call[:10]
+    q, kv, norm, cos, sin, latents, rotated, weight, scale, length = call[:10]
     fits = norm.is_contiguous() and weight.is_contiguous() and kv.stride(2) == 1
+    fits = fits and (scale is None or scale.is_contiguous())
     fits = fits and (cos is None or cos.stride() == sin.stride()) and not length.ndim
     fits = fits and {x.dtype for x in (q, kv, latents, rotated)} == {q.dtype}
     step = token_step(q)
