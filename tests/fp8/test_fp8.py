@@ -469,7 +469,12 @@ def test_one_projection(kernel, monkeypatch):
         assert list(record) == [few] and torch.equal(found, expected)
         with dispatch.served() as record:
             (found,) = given.with_codes(
-                x, reference.quantise_fwd(x.view(4, 512)), None, projections, x, part
+                x,
+                given.Coded(reference.quantise_fwd(x.view(4, 512)), None),
+                None,
+                projections,
+                x,
+                part,
             )[0]
         assert list(record) == [few] and torch.equal(found, expected)
         with dispatch.served() as record:
@@ -491,7 +496,7 @@ def test_what_a_norm_gives(kernel, counted):
     """Its codes serve the first products of its result, for which they were made, and no others."""
     q, k = (served(kernel, fp8_problems.linear(128, 512, seed=n)) for n in range(2))
     x = values(4, 512).nan_to_num(1.0, 1.0)
-    expected, codes = [q(x), k(x)], reference.quantise_fwd(x)
+    expected, codes = [q(x), k(x)], given.Coded(reference.quantise_fwd(x), None)
     counted.clear()
 
     def inside():

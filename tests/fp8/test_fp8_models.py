@@ -48,6 +48,29 @@ def test_a_model_has_the_same_bits(kernel, monkeypatch, few, tiny):
     assert torch.equal(model(ids).logits, expected)
 
 
+def test_a_layer_looks_at_the_class_once(kernel, monkeypatch):
+    """For the projections of its attention and for its MLP; the next layer sees a patch."""
+    calls, looks = fp8_problems.stand_in(monkeypatch), []
+    model, Pinned = fp8_problems.tiny_qwen3(), submodule("layers.pinned").Pinned
+    kernel.kernelize(model)
+    form = submodule("layers.fp8.weights").FORMS[type(model.model.layers[0].mlp.up_proj)]
+
+    def unchanged(pinned, *given, own=Pinned.unchanged):
+        looks.append(pinned is form.pinned)
+        return own(pinned, *given)
+
+    def patch(*given, own=form.kind.forward):
+        monkeypatch.setattr(form.kind, "forward", lambda self, x: own(self, x))
+
+    with torch.no_grad(), dispatch.force("reference"):
+        expected = model(IDS).logits
+        monkeypatch.setattr(Pinned, "unchanged", unchanged)
+        assert torch.equal(model(IDS).logits, expected) and sum(looks) == 2 and not calls
+        model.model.layers[0].register_forward_hook(patch)
+        assert (model(IDS).logits - expected).abs().max() < 0.15 * expected.abs().max()
+    assert len(calls) == 7
+
+
 def test_inputs_from_outside_of_inference_mode(kernel, monkeypatch):
     """A norm then gives what does not count its changes, of x that does."""
     fp8_problems.stand_in(monkeypatch)

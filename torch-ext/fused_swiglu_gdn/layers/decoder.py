@@ -10,7 +10,6 @@ from typing import Callable, NamedTuple, Optional, Tuple
 import torch
 from torch import nn
 
-from ..fp8.call import Quantised
 from ..fp8.ops import NORM_QUANTISE
 from .forward import Arguments, Word, Words, forward_by
 from .fp8 import given as fp8
@@ -132,7 +131,7 @@ class Decoder:
         else:
             y = y if order.post_mixer is None else _normed(parts[order.post_mixer], y)[0]
             y = y if scale is None else y * scale
-            y, x, codes = _normed(parts[order.pre_mlp], y, x, mlp)
+            y, x, codes = _normed(parts[order.pre_mlp], y, x, mlp, codes)
         alone = form.beside is order.post_mlp is scale is None
         if codes is not None and alone:
             residual = x if type(mlp).__dict__.get("served_as") in fp8.MLPS else None
@@ -161,7 +160,7 @@ class Part:
         x: torch.Tensor,
         given: dict,
         rest: dict,
-        codes: Optional[Quantised] = None,
+        codes: Optional[fp8.Coded] = None,
     ) -> torch.Tensor:
         """The first output of the part; codes: x in FP8, if the norm has made it."""
         if codes is not None:
@@ -182,18 +181,24 @@ class Part:
 
 
 def _normed(
-    norm: nn.Module, x: torch.Tensor, residual: Optional[torch.Tensor] = None, part=None
-) -> Tuple[torch.Tensor, Optional[torch.Tensor], Optional[Quantised]]:
+    norm: nn.Module,
+    x: torch.Tensor,
+    residual: Optional[torch.Tensor] = None,
+    part: Optional[nn.Module] = None,
+    before: Optional[fp8.Coded] = None,
+) -> Tuple[torch.Tensor, Optional[torch.Tensor], Optional[fp8.Coded]]:
     """norm(residual + x); that sum; and the former in FP8 where `part`, which takes it, would
-    quantise it and one launch does both. One launch, if the call of the norm does nothing else."""
-    quantises = fp8.FORMS and part is not None and fp8.quantises(part, x)
+    quantise it and one launch does both. One launch, if the call of the norm does nothing else.
+    before: what the layer's first norm has made."""
+    pinned = fp8.quantises(part, x, before) if fp8.FORMS and part is not None else None
     found = parameters_of_norm(norm, x, residual)
     if found is not None:
         weight, eps, mode, offset = found
-        if quantises and not (torch.is_grad_enabled() and _learn(x, residual, weight)):
+        if pinned is not None and not (torch.is_grad_enabled() and _learn(x, residual, weight)):
             made = NORM_QUANTISE((x, weight, residual), (eps, mode, offset))
             if made is not None:
-                return made
+                y, total, codes = made
+                return y, total, fp8.Coded(codes, pinned)
         y = rms_norm(x, weight, eps, casting_mode=mode, offset=offset, residual=residual)
         return (y, None, None) if residual is None else (*y, None)
     x = x if residual is None else residual + x

@@ -1,5 +1,6 @@
 """Weights and scales of an FP8Linear, looked at in every call."""
 
+import threading
 from operator import itemgetter
 from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
@@ -30,6 +31,15 @@ PARAMETERS = ("weight", "weight_scale_inv", "bias")
 NAMED, LISTED = frozenset(PARAMETERS), list(SCHEME[0])
 NOT_OWN = frozenset((*PARAMETERS, *OWN))  # which hide parameters, or what a call of the class does
 _CALL = nn.Module.__call__
+
+
+class _Looked(threading.local):
+    """What a decoder layer has found unchanged, while a part of it is called."""
+
+    at: Optional[Pinned] = None
+
+
+looked = _Looked()
 _own = itemgetter("block_size", "activation_scheme", "_parameters", *HOOKS)
 _three = itemgetter(*PARAMETERS)
 
@@ -78,7 +88,7 @@ def weights_of(  # noqa: C901  one function: three calls of each layer of each t
             continue
         if form.pinned is not pinned:  # those of one class have the same
             pinned = form.pinned
-            if not pinned.unchanged():
+            if pinned is not looked.at and not pinned.unchanged():
                 return found
         attributes = linear.__dict__
         if not attributes.keys().isdisjoint(hiding):
