@@ -438,11 +438,11 @@ def test_lookup():
 
 
 def test_pace():
-    """Drafts rest after 8 rounds that do not pay, and twice as long the next time."""
+    """Drafts rest after 8 rounds that do not pay, and twice as long when 4 more do not, either."""
     pace, drafter = submodule("decoding.lookup").Pace(), SimpleNamespace(drafts=lambda: [3, 4])
     rests = []
-    for _ in range(3):
-        for _ in range(8):
+    for rounds in (8, 4, 4):
+        for _ in range(rounds):
             assert pace.drafts(drafter) == [3, 4] and not pace.rests()
             pace.note(1)
         rest = 0
@@ -587,7 +587,7 @@ def test_drafts_of_an_mtp_layer_that_rest(kernel, rounds, monkeypatch, device):
     assert_the_same(
         run(model, ids, max_new_tokens=40, assistant_model=layer), before, LIMIT[device]
     )
-    assert sum(found) < 37 and len(found) > 16
+    assert sum(found) < 37 and len(found) > 12
     ahead = generate(model, ids, max_new_tokens=40, assistant_model=layer)
     assert torch.equal(ahead, before.sequences)
 

@@ -96,7 +96,7 @@ class Pace:
     `more`, for its drafts and for experts, in the same unit. Where rounds gave fewer tokens
     each, the next REST tokens come one by one, and twice as many when that happens again. A few
     rounds tell it where hardly any draft is right: the latest WINDOW by half of what a round is to
-    add to a token, and four times as many by all of it.
+    add to a token, and four times as many by all of it. After a rest half of WINDOW suffice.
     """
 
     WORTH, WINDOW, REST = 1.2, 8, 64
@@ -123,17 +123,17 @@ class Pace:
     def note(self, tokens: int) -> None:
         """tokens: those that a round with drafts gave."""
         self.latest.append(tokens)
-        n = len(self.latest)
-        if n % self.WINDOW:
+        n, again = len(self.latest), self.rest > self.REST
+        if n % (self.WINDOW // 2 if again else self.WINDOW):
             return
         mean = statistics.mean(self.latest[-self.WINDOW :])
         if (
             mean < 1 + (self.worth - 1) / 2
-            or n > 3 * self.WINDOW
+            or n >= 4 * self.WINDOW
             and sum(self.latest) < n * self.worth
         ):
             self.waits, self.rest = self.rest, 2 * self.rest
             self.latest.clear()
-        elif n > 3 * self.WINDOW:
+        elif n >= 4 * self.WINDOW:
             self.rest = self.REST
             self.latest.clear()

@@ -20,6 +20,7 @@ from typing import List, Optional
 import torch
 from torch import nn
 
+from ..layers.projections import projections
 from .caches import CACHES, cache_name
 from .choosing import Choice
 from .lookup import Drafter, Weights
@@ -64,16 +65,20 @@ class Mtp(nn.Module):
             if change:
                 config._experts_implementation_internal = slow
 
-    def forward(self, model, ids, hidden, positions, cache, mask=None) -> torch.Tensor:
+    def forward(
+        self, model, ids, hidden, positions, cache, mask=None, tables=None
+    ) -> torch.Tensor:
         """Hidden states [B, n, H] behind `hidden` [B, n, H] of tokens p and `ids` [B, n] of p + 1.
 
         positions [B, n]: p + 1. cache: of this layer, or None. mask [1, 1, n, slots] of a static
-        cache; one that grows needs none.
+        cache; one that grows needs none. tables: of the positions, where they are known.
         """
         inner = inner_of(model)
         embedded = self.pre_fc_norm_embedding(inner.embed_tokens(ids))
-        x = self.fc(torch.cat([embedded, self.pre_fc_norm_hidden(hidden)], -1))
-        tables = inner.rotary_emb(x, positions)
+        pair = torch.cat([embedded, self.pre_fc_norm_hidden(hidden)], -1)
+        (x,) = projections(pair, self.fc)
+        if tables is None:
+            tables = inner.rotary_emb(x, positions)
         if mask is None:
             n, seen = ids.shape[1], 0 if cache is None else int(cache.get_seq_length())
             mask = torch.ones(n, seen + n, dtype=torch.bool, device=x.device).tril(seen)[None, None]
@@ -136,6 +141,8 @@ class MtpRounds(Drafter):
         self.cache.early_initialization(1, config.num_key_value_heads, dim, head.dtype, head.device)
         (self.layer,) = self.cache.layers
         self.slots = torch.arange(slots, device=head.device)
+        # of all positions at once: a call of their module is 15 launches
+        self.tables = inner_of(model).rotary_emb(head[:1, None], self.slots[None])
         self.choice: Optional[RowChoice] = None
         self.latest: tuple = ()  # after's arguments for the latest token that was read alone
         self.reads = self.count * (Weights(mtp).read() + head.numel())
@@ -182,7 +189,10 @@ class MtpRounds(Drafter):
 
     def _layer(self, ids, hidden, before) -> torch.Tensor:
         """The layer's output [1, n, H] for ids [n], the first behind `before` [] and one more."""
-        row = torch.arange(len(ids), device=ids.device)
-        mask = self.slots <= (self.layer.cumulative_length + row)[:, None]
-        positions = (before + 1 + row)[None]
-        return self.mtp(self.model, ids[None], hidden, positions, self.cache, mask[None, None])
+        n = len(ids)
+        mask = self.slots <= (self.layer.cumulative_length + self.slots[:n])[:, None]
+        positions = before + self.slots[1 : n + 1]
+        tables = [x.index_select(1, positions) for x in self.tables]
+        return self.mtp(
+            self.model, ids[None], hidden, positions[None], self.cache, mask[None, None], tables
+        )

@@ -26,7 +26,7 @@ from torch import nn
 
 from .ahead import IDS, MASK, POSITIONS
 from .capture import Graph
-from .choosing import Choice, Choosing, choice_of
+from .choosing import LEAST, Choice, Choosing, choice_of
 from .graph_rules import PASSING, why_not_model, why_not_now
 from .graphs import Replayed, _map, _parts, say
 from .reading import last_hidden
@@ -50,6 +50,8 @@ class RowChoice(Choosing):
         self.ids = ids
         if self.known is not None and self.known[1].least:
             self.known = None
+        self.counts = any(type(each).__name__ in LEAST for each in choice.processors)
+        self.length = ids.new_zeros(1, 1)  # which is not looked at unless it counts
         self.seen_before: Optional[torch.Tensor] = None
 
     def begin(self, V: int) -> None:
@@ -60,7 +62,8 @@ class RowChoice(Choosing):
     def choose(self, logits: torch.Tensor, ids: torch.Tensor, before: Any) -> tuple:
         """Returns `chosen` of logits [T, V] of tokens ids [T] behind `before` others."""
         T, V = logits.shape
-        self.length = before + 1 + torch.arange(T, device=ids.device)[:, None]
+        if self.counts:
+            self.length = before + 1 + torch.arange(T, device=ids.device)[:, None]
         if self.seen_before is not None:
             found = torch.zeros(T, V + 1, dtype=torch.int32, device=ids.device)
             found.scatter_(1, ids.clamp(max=V)[:, None], 1)
@@ -84,7 +87,9 @@ class RowChoice(Choosing):
 
 def right_ones(ids: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Number [] of tokens of a round that count: ids [T] read, tokens [T] chosen behind them."""
-    return (ids[1:] == tokens[:-1]).cumprod(0).sum() + 1
+    T = len(ids)
+    place = torch.arange(1, T, device=ids.device)
+    return torch.where(ids[1:] == tokens[:-1], T, place).amin()
 
 
 class Following:
@@ -95,27 +100,39 @@ class Following:
 
     def __init__(self, inputs: dict, start: torch.Tensor):
         self.inputs, self.start = inputs, start
-        T = inputs[IDS].shape[1]
+        T, masks = inputs[IDS].shape[1], inputs.get(MASK)
         self.row = torch.arange(T, device=start.device)[:, None]
+        several = isinstance(masks, dict)
+        opened = {n: self._opened(x) for n, x in (masks if several else {"": masks}).items()}
+        self.opened = opened if several else opened[""]
+
+    def _opened(self, mask: Optional[torch.Tensor]) -> Optional[tuple]:
+        """The slots, a mask [1, 1, 1, slots] in which all from `start` on are attended, and what a
+        mask has for those that are not."""
+        if mask is None:
+            return None
+        slots = torch.arange(mask.shape[-1], device=mask.device)
+        holds = mask.dtype == torch.bool
+        first = mask[:, :, :1].masked_fill(slots >= self.start, holds)
+        return slots, first, False if holds else torch.finfo(mask.dtype).min
 
     def now(self, length: torch.Tensor) -> dict:
         """Returns those for `length` [] tokens in the cache."""
         found = dict(self.inputs)
         if POSITIONS in found:
             found[POSITIONS] = found[POSITIONS] + (length - self.start)
-        if isinstance(found.get(MASK), dict):
-            found[MASK] = {name: self._mask(x, length) for name, x in found[MASK].items()}
+        if isinstance(self.opened, dict):
+            found[MASK] = {name: self._mask(x, length) for name, x in self.opened.items()}
         else:
-            found[MASK] = self._mask(found.get(MASK), length)
+            found[MASK] = self._mask(self.opened, length)
         return {name: x for name, x in found.items() if name in self.inputs}
 
-    def _mask(self, mask: Optional[torch.Tensor], length: torch.Tensor):
+    def _mask(self, opened: Optional[tuple], length: torch.Tensor) -> Optional[torch.Tensor]:
         """Returns a mask [1, 1, T, slots] of the slots attended before, and of the tokens since."""
-        if mask is None:
+        if opened is None:
             return None
-        slots = torch.arange(mask.shape[-1], device=mask.device)
-        opened = (slots >= self.start) & (slots <= length + self.row)
-        return mask[:, :, :1].masked_fill(opened, mask.dtype == torch.bool)
+        slots, first, closed = opened
+        return first.masked_fill(slots > length + self.row, closed)
 
 
 def following(inputs: dict, start: torch.Tensor, later: dict, length: torch.Tensor):
