@@ -5,6 +5,7 @@ On a CPU a graph is emulated: emulated_graph.py.
 """
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import decoding
@@ -567,6 +568,29 @@ def test_drafts_of_an_mtp_layer(kernel, rounds, monkeypatch, device):
             h = layer(model, more[:, 1:], torch.cat([hidden, h[:, -1:]], 1), places.new_tensor(
                 [list(range(1, more.shape[1]))]), None)  # fmt: skip
             assert model.lm_head(h[:, -1]).argmax(-1).item() == drafts[1]
+
+
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+def test_an_mtp_layer_in_threads(kernel, rounds, device):
+    """Each reads the hidden states of its own calls; a hook of another keeps it from no graph."""
+    model = tiny("qwen3_5_text", "cpu")
+    prompts = [tokens(1, 11, seed=seed) for seed in range(3)]
+    kernel.kernelize(model, cuda_graphs=True)
+    layer = mtp_of(kernel, model, 2)
+    before = [run(model, ids, max_new_tokens=24) for ids in prompts]
+    with ThreadPoolExecutor(3) as pool:
+        after = list(pool.map(
+            lambda ids: run(model, ids, max_new_tokens=24, assistant_model=layer), prompts
+        ))  # fmt: skip
+    for one, two in zip(after, before):
+        assert_the_same(one, two, LIMIT[device])
+    reading = submodule("decoding.reading")
+    with reading.last_hidden(model) as found, ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: model(prompts[0])).result()
+        assert found.states is None
+        assert submodule("decoding.graph_rules").why_not_model(model) is None
+        model(prompts[0])
+    assert found.states.shape == (1, 11, model.config.hidden_size)
 
 
 @on_every_device

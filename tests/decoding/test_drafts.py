@@ -42,9 +42,12 @@ class Oracle(candidate_generator.CandidateGenerator):
         pass
 
 
+def cache_of(out):
+    return out.get("cache") if out.get("cache") is not None else out.past_key_values
+
+
 def states_of(out):
-    cache = out.get("cache") if out.get("cache") is not None else out.past_key_values
-    layers = [x for x in cache.layers if getattr(x, "recurrent_states", None)]
+    layers = [x for x in cache_of(out).layers if getattr(x, "recurrent_states", None)]
     assert layers
     return [x for layer in layers for x in (layer.recurrent_states[0], layer.conv_states[0])]
 
@@ -157,6 +160,55 @@ def test_an_assistant(kernel, reference, helper):
     assert_the_same(run(model, ids, assistant_model=assistant), before, 2e-5)
 
 
+CALLS = {
+    "a config by position": {},
+    "a cache with tokens": {},
+    "a static cache": {"cache_implementation": "static"},
+    "embeddings": {},
+}
+
+
+@pytest.mark.parametrize("what", CALLS)
+@pytest.mark.parametrize("name", ["qwen3_5_text", "kimi_linear"])
+def test_calls_that_transformers_would_get_wrong(kernel, reference, monkeypatch, name, what):
+    """Its assisted decoding reads a whole prompt again that is in the cache, needs its ids, and
+    puts no state of a static cache back: these calls have no drafts."""
+    model, ids = served(kernel, name), tokens(1, 4).repeat(1, 4)
+    plain, asked = random_model(name), []
+    own = drafts.Few.get_candidates
+
+    def get_candidates(self, *args, **given):
+        asked.append(args)
+        return own(self, *args, **given)
+
+    monkeypatch.setattr(drafts.Few, "get_candidates", get_candidates)
+    before = run(plain, ids)
+    words = dict(CALLS[what], prompt_lookup_num_tokens=3)
+    if what == "a config by position":
+        config = copy.deepcopy(model.generation_config)
+        config.update(max_new_tokens=NEW, do_sample=False, pad_token_id=0, output_logits=True,
+                      return_dict_in_generate=True, prompt_lookup_num_tokens=3)  # fmt: skip
+        after = model.generate(ids, config)
+    elif what == "a cache with tokens":
+        after, more = run(model, ids, **words), tokens(1, 5, seed=7)
+        asked.clear()
+        before, after = (
+            run(each, torch.cat([out.sequences, more], 1), past_key_values=cache_of(out), **given)
+            for each, out, given in ((plain, before, {}), (model, after, words))
+        )
+    elif what == "embeddings":
+        x = plain.get_input_embeddings()(ids).detach()
+        before, after = (
+            each.generate(inputs_embeds=x, max_new_tokens=NEW, do_sample=False, pad_token_id=0,
+                          return_dict_in_generate=True, output_logits=True, **given)
+            for each, given in ((plain, {}), (model, words))
+        )  # fmt: skip
+    else:
+        after = run(model, ids, disable_compile=True, **words)
+    assert bool(asked) == (what == "a config by position")
+    assert_the_same(after, before, 2e-5)
+
+
 def test_what_stays_refused(kernel, reference):
     """As transformers does, where a layer with states is not served, and for batches."""
     ids = tokens(2, 9)
@@ -169,6 +221,9 @@ def test_what_stays_refused(kernel, reference):
     with pytest.raises(ValueError, match="stateful"):
         run(other, ids[:1], prompt_lookup_num_tokens=3)
     assert drafts.why_not_drafts(random_model("llama")) == "it has no recurrent state"
+    model.prepare_inputs_for_generation = model.prepare_inputs_for_generation  # as PEFT does
+    with pytest.raises(ValueError, match="stateful"):
+        run(model, ids[:1], prompt_lookup_num_tokens=3)
     kernel.restore(model)
     assert "generate" not in model.__dict__
 

@@ -26,9 +26,9 @@ from .rounds import Round, RowChoice, rows_choice
 from .rows import TakesBack, why_not_rows, with_rows
 from .static_cache import TooLong, with_static_cache
 
-# arguments of generate's loop that are not the model's
-LOOPS = ("synced_gpus", "streamer", "inputs_tensor", "assistant_model", "assistant_tokenizer",
-         "tokenizer")  # fmt: skip
+# arguments of the loop of assisted decoding that are not the model's
+HELPERS = ("inputs_tensor", "assistant_model", "assistant_tokenizer", "tokenizer")
+LOOPS = ("synced_gpus", "streamer", *HELPERS)  # and of every loop
 OTHERS = ("assistant_early_exit", "assistant_ensemble_weight", "use_mtp", "speculation_type")
 
 

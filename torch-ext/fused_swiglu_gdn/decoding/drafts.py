@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from ..layers.plain import Named
-from .caches import CACHES, cache_among
-from .draft_loop import drafted
+from .caches import CACHES, cache_among, is_empty, is_of
+from .draft_loop import HELPERS, drafted
+from .graph_rules import PREPARE
 from .late import UTILS, Generate, view_class, view_of
 from .lookup import NotServed
 from .mtp import MOST, Mtp, MtpDrafts
@@ -34,6 +35,8 @@ def why_not_drafts(model: nn.Module, now: bool = True) -> Optional[str]:
         return "it has no recurrent state"
     if not _is_generate_own(kind):
         return "generate is not transformers' own"
+    if PREPARE in model.__dict__:
+        return "PEFT puts a trained prompt before that of the call"
     config = model.config.get_text_config(decoder=True)
     recurrent = [each for each in getattr(config, "layer_types", ()) or () if "linear" in each]
     if not recurrent or len(recurrent) != keeping(model, now):
@@ -47,11 +50,12 @@ def _is_generate_own(kind: type) -> bool:
     return mixin is not None and all(getattr(kind, n, None) is getattr(mixin, n, n) for n in names)
 
 
-def asks_for_drafts(model: nn.Module, options: dict) -> bool:
+def asks_for_drafts(model: nn.Module, args: tuple, options: dict) -> bool:
     """True for a call of generate that is assisted decoding by prompt lookup or an assistant."""
     if options.get("assistant_model") is not None:
         return True
-    config, name = options.get("generation_config") or model.generation_config, LOOKUP
+    config = args[1] if len(args) > 1 else options.get("generation_config")
+    config, name = config or model.generation_config, LOOKUP
     return options.get(name, getattr(config, name, None)) is not None
 
 
@@ -61,7 +65,7 @@ class Drafted(Generate):
     def __call__(self, *args, **options):
         model = self.model
         own = type(model).generate
-        if asks_for_drafts(model, options) and options.get("custom_generate") is None:
+        if asks_for_drafts(model, args, options) and options.get("custom_generate") is None:
             if not getattr(type(model), "_is_stateful", False) or why_not_drafts(model) is None:
                 return own(view_of(model, _view_class(type(model))), *args, **options)
         if "get_compiled_call" in model.__dict__:
@@ -96,6 +100,9 @@ def _view_class(own: type) -> type:
         if not stateful:
             return own._assisted_decoding(self.viewed, *args, **given)
         if (cache := cache_among(given)[1]) is not None:
+            if not _takes_drafts(cache) or given.get("inputs_embeds") is not None:
+                kept = {name: x for name, x in given.items() if name not in HELPERS}
+                return own._sample(self.viewed, *args, **kept)
             go_back(cache)
         return own._assisted_decoding(self, *args, **given)
 
@@ -107,6 +114,12 @@ def _view_class(own: type) -> type:
 
     members = {"_is_stateful": False, ASSISTED: decode, GENERATOR: generator}
     return view_class(own, members)
+
+
+def _takes_drafts(cache: Any) -> bool:
+    """True if transformers' assisted decoding is right on the cache: it reads a whole prompt, of
+    which no token may be in the cache, and layers of a static one do not go back."""
+    return is_of(cache, "DynamicCache") and is_empty(cache)
 
 
 class Few:

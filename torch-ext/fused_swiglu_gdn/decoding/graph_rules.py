@@ -14,9 +14,9 @@ from .capture import Graph
 from .watch import PLAIN
 from .windows import why_not_windows
 
-# modules of hooks that do nothing in a replay: transformers' records outputs on request, ours waits
-# for a prompt
-IDLE = ("transformers.utils.output_capturing", rehearsal.__name__)
+# modules of hooks that do nothing in a replay: transformers' records outputs on request, ours wait
+# for a prompt, and keep hidden states in the call of their own thread
+IDLE = ("transformers.utils.output_capturing", rehearsal.__name__, f"{__package__}.reading")
 PREPARE = "prepare_inputs_for_generation"
 
 

@@ -20,7 +20,8 @@ from typing import List, Optional
 import torch
 from torch import nn
 
-from ..layers.projections import projections
+from ..layers.plain import parameters_of
+from ..layers.projections import linear, projections
 from .caches import CACHES, cache_name
 from .choosing import Choice
 from .lookup import Drafter, Weights
@@ -65,9 +66,7 @@ class Mtp(nn.Module):
             if change:
                 config._experts_implementation_internal = slow
 
-    def forward(
-        self, model, ids, hidden, positions, cache, mask=None, tables=None
-    ) -> torch.Tensor:
+    def forward(self, model, ids, hidden, positions, cache, mask=None, tables=None) -> torch.Tensor:
         """Hidden states [B, n, H] behind `hidden` [B, n, H] of tokens p and `ids` [B, n] of p + 1.
 
         positions [B, n]: p + 1. cache: of this layer, or None. mask [1, 1, n, slots] of a static
@@ -179,13 +178,18 @@ class MtpRounds(Drafter):
         last = right.reshape(1) - 1
         h, found = h.index_select(1, last), [tokens.index_select(0, last)]
         for n in range(self.count):
-            logits = self.model.lm_head(h)[0]
+            logits = self._head(h)[0]
             found.append(self.choice.choose(logits, found[-1], 0)[0])
             if n + 1 < self.count:
                 h = self._layer(found[-1], h, before + right + n)
         if self.count > 1:  # their entries are made again, of the model's hidden states
             length.sub_(self.count - 1)
         return torch.cat(found)
+
+    def _head(self, h: torch.Tensor) -> torch.Tensor:
+        """Logits [1, 1, V] of one token, by our kernel where the head is a product alone."""
+        head = self.model.lm_head
+        return linear(head, h) if parameters_of(head) is not None else head(h)
 
     def _layer(self, ids, hidden, before) -> torch.Tensor:
         """The layer's output [1, n, H] for ids [n], the first behind `before` [] and one more."""

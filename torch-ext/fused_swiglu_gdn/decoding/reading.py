@@ -1,6 +1,7 @@
 """A model that reads a text into a static cache, by transformers' preparation of its inputs."""
 
 import contextlib
+import threading
 from types import SimpleNamespace
 from typing import Any, List
 
@@ -58,11 +59,12 @@ def inner_of(model: nn.Module) -> nn.Module:
 @contextlib.contextmanager
 def last_hidden(model: nn.Module):
     """Around a call of the model: yields an object whose `states` are then [B, T, H], those behind
-    the decoder's last norm."""
-    found = SimpleNamespace(states=None)
+    the decoder's last norm. Calls of other threads leave them alone."""
+    found, thread = SimpleNamespace(states=None), threading.get_ident()
 
     def keep(module, args, output):
-        found.states = output[0]
+        if threading.get_ident() == thread:
+            found.states = output[0]
 
     handle = inner_of(model).register_forward_hook(keep)
     try:
