@@ -22,10 +22,11 @@ from ..sampling.call import ChooseOptions
 from ..sampling.ops import CHOOSE
 
 MOST_ENDS = 16  # words that end a sequence, which a kernel compares one by one; models have 1 to 5
-# processors of the scores alone, whose operations wait for nothing
+# processors of the scores alone, whose operations wait for nothing; eta's distribution asks on the
+# host whether its arguments are valid
 FREE = {
     "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper",
-    "TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper", "LogitNormalization",
+    "TypicalLogitsWarper", "EpsilonLogitsWarper", "LogitNormalization",
     "InfNanRemoveLogitsProcessor", "SuppressTokensLogitsProcessor",
 }  # fmt: skip
 PENALTY = "RepetitionPenaltyLogitsProcessor"
