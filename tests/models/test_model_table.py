@@ -46,6 +46,22 @@ def test_what_the_page_says_is_left_alone_is():
         assert {newest[kind].get(part) for kind in kinds} <= {"no", "part"}, (kinds, part)
 
 
+FAMILIES = """
+    llama mistral mixtral qwen2 qwen2_moe qwen3 qwen3_moe qwen3_5_text qwen3_5_moe_text gemma gemma2
+    gemma3_text gemma4_text deepseek_v2 deepseek_v3 glm4 glm4_moe gpt_oss kimi_linear lfm2 lfm2_moe
+    olmo2 olmo3 granite phi3
+""".split()
+
+
+def test_the_families_of_the_front_page():
+    """README says that these parts are replaced in their language models."""
+    record = model_table.read()
+    newest = record[max(record, key=model_table.release_order)]
+    for kind in FAMILIES:
+        parts = {newest[kind].get(part) for part in model_table.REPLACED}
+        assert parts <= {"yes", None}, (kind, newest[kind])
+
+
 @pytest.mark.parametrize("kind", SAMPLE)
 def test_a_type_is_as_recorded(as_run, kind):
     record = model_table.read().get(transformers.__version__)
