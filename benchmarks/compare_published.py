@@ -2,7 +2,8 @@
 
     python benchmarks/compare_published.py [--model Qwen3-30B-A3B Qwen3.5-9B] [--batch 1 16]
                                            [--what first token] [--peers liger compile]
-                                           [--without transformers] [--every N] [--json FILE]
+                                           [--without transformers] [--layers N] [--every N]
+                                           [--json FILE]
 
 Random weights in bf16, made on the GPU. Every side has the same weights, in the same memory, and
 generates greedily: transformers on its dynamic cache, with FLA's kernels in Gated DeltaNet layers;
@@ -42,6 +43,7 @@ ARGUMENTS = {
     "--batch": {"nargs": "+", "type": int, "default": [1, 16], "help": "of tokens"},
     "--peers": {"nargs": "+", "choices": ["compile", "liger"], "default": ["liger"]},
     "--without": {"nargs": "+", "default": [], "help": "sides that are left out"},
+    "--layers": {"type": int, "help": "so many in place of all"},
     "--every": {"type": int, "default": 1},
 }
 LENGTH, TURNS = 512, 3
@@ -147,7 +149,8 @@ def row_of(what: str, ways: Dict[str, Callable], clock: Callable):
 @torch.no_grad()
 def rows_of(package, name: str, options):
     family, liger = MODELS[name]
-    model = model_of(family, device=DEVICE)
+    fewer = {"num_hidden_layers": options.layers} if options.layers else {}
+    model = model_of(family, device=DEVICE, **fewer)
     layers = model.config.num_hidden_layers
     title = f"{name}, {layers} layers"
     parameters = sum(p.numel() for p in model.parameters())
