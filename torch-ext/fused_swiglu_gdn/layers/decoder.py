@@ -155,13 +155,9 @@ class Part:
         self.alone = call == Call(None, (), (), False, call.flat)
 
     def called(
-        self,
-        part: nn.Module,
-        x: torch.Tensor,
-        given: dict,
-        rest: dict,
+        self, part: nn.Module, x: torch.Tensor, given: dict, rest: dict,
         codes: Optional[fp8.Coded] = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         """The first output of the part; codes: x in FP8, if the norm has made it."""
         if codes is not None:
             return fp8.with_codes(x, codes, None, self.called, part, x, given, rest)[0]
@@ -181,12 +177,9 @@ class Part:
 
 
 def _normed(
-    norm: nn.Module,
-    x: torch.Tensor,
-    residual: Optional[torch.Tensor] = None,
-    part: Optional[nn.Module] = None,
-    before: Optional[fp8.Coded] = None,
-) -> Tuple[torch.Tensor, Optional[torch.Tensor], Optional[fp8.Coded]]:
+    norm: nn.Module, x: torch.Tensor, residual: Optional[torch.Tensor] = None,
+    part: Optional[nn.Module] = None, before: Optional[fp8.Coded] = None,
+) -> Tuple[torch.Tensor, Optional[torch.Tensor], Optional[fp8.Coded]]:  # fmt: skip
     """norm(residual + x); that sum; and the former in FP8 where `part`, which takes it, would
     quantise it and one launch does both. One launch, if the call of the norm does nothing else.
     before: what the layer's first norm has made."""

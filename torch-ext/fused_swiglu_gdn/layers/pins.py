@@ -88,12 +88,9 @@ class Walk:
     pinned, and not walked."""
 
     def __init__(
-        self,
-        kind: type,
-        method: str = "forward",
-        named: bool = False,
+        self, kind: type, method: str = "forward", named: bool = False,
         ends: frozenset = frozenset(),
-    ):
+    ):  # fmt: skip
         self.kind, self.named, self.ends = kind, named, ends
         self.bases = kind.__mro__[: kind.__mro__.index(nn.Module)]
         self.names: dict = {}

@@ -239,13 +239,9 @@ def alike(mine: object, theirs: object) -> bool:
 
 
 def called(
-    facts: Facts,
-    probe: nn.Module,
-    given: dict,
-    rest: dict,
-    by_position: bool = False,
+    facts: Facts, probe: nn.Module, given: dict, rest: dict, by_position: bool = False,
     forward: Optional[Callable] = None,
-) -> object:
+) -> object:  # fmt: skip
     """The output of a forward, or a copy of it, on stubs; all of its arguments may be given by
     position."""
     known, words = facts.signature, dict(given)

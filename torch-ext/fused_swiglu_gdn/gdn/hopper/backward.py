@@ -159,15 +159,12 @@ def pass_over_states(
         *(given, *kept, block, block, tile_map(torch.float32, (rows * HV * 256,), (1,), 256)),
     )
     return Launch(
-        gdn_states_kernel,
-        call.N * HV * 2,
-        q.device,
-        maps=maps,
+        gdn_states_kernel, call.N * HV * 2, q.device, maps=maps,
         numbers=(kv_strides(first, v_first), kv_strides(last, v_first), T, HV, call.H),
         constexprs=(reverse, REGISTERS[1][1]),
         options=(("num_warps", 4), ("maxnreg", CAP[1]), ("launch_pdl", not (reverse or alone))),
         guarded=True,
-    )
+    )  # fmt: skip
 
 
 def gradient_like(state: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
@@ -192,12 +189,8 @@ def _chunks(call: GdnBackward, do) -> Launch:
     )
     chunks = (T, call.N, -(-T // 64))
     return Launch(
-        gdn_gradient_kernel,
-        min(multiprocessor_count(q.device.index), rows * H),
-        q.device,
-        maps=maps,
-        numbers=(steps(g), *chunks, call.options.scale, rows * H),
+        gdn_gradient_kernel, min(multiprocessor_count(q.device.index), rows * H), q.device,
+        maps=maps, numbers=(steps(g), *chunks, call.options.scale, rows * H),
         constexprs=(H, HV // H, call.options.use_qk_l2norm, KEY_REGISTERS, FEW_REGISTERS),
-        options=(("num_warps", 4), ("maxnreg", GRADIENT_CAP)),
-        guarded=True,
-    )
+        options=(("num_warps", 4), ("maxnreg", GRADIENT_CAP)), guarded=True,
+    )  # fmt: skip

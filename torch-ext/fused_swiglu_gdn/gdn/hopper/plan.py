@@ -105,15 +105,11 @@ class Prepare:
         block = block_map(rows * HV, q.dtype)
         chunks = (call.T, call.N, -(-call.T // 64))
         self.kernel = Launch(
-            gdn_prepare_fwd_kernel,
-            rows * HV // W,
-            q.device,
-            maps=(*tokens, block, block),
+            gdn_prepare_fwd_kernel, rows * HV // W, q.device, maps=(*tokens, block, block),
             numbers=(steps(call.g), steps(call.beta), *chunks, call.options.scale),
             constexprs=(HV, HV // H, W, call.options.beta_max),
-            options=(("num_warps", W), ("maxnreg", PREPARE_CAP[W])),
-            guarded=True,
-        )
+            options=(("num_warps", W), ("maxnreg", PREPARE_CAP[W])), guarded=True,
+        )  # fmt: skip
 
     def __call__(
         self,

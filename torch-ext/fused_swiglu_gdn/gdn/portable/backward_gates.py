@@ -112,14 +112,11 @@ class Gates:
         low = getattr(tl, str(call.q.dtype).split(".")[1])
         self.rows = call.rows
         self.kernel = Launch(
-            _gates_bwd_kernel,
-            self.rows * call.HV,
-            call.device,
+            _gates_bwd_kernel, self.rows * call.HV, call.device,
             numbers=(steps(call.g), steps(call.beta), *chunk_numbers(call)),
             constexprs=(call.HV, NQ, NK, call.options.beta_max, low),
-            options=(("num_warps", config["num_warps"]),),
-            guarded=True,
-        )
+            options=(("num_warps", config["num_warps"]),), guarded=True,
+        )  # fmt: skip
 
     def __call__(self, g, beta, A_log, dt_bias, cu_seqlens, f, by_query, by_key, ends) -> tuple:
         """dg (of the raw gate with A_log), dbeta [B, T, HV]; dA_log, ddt_bias [HV] or None."""

@@ -131,11 +131,8 @@ def key_launch(call: GdnBackward, config: dict) -> Launch:
     halves = config.get("HALVES", False) and K > 128
     loops = (config["BLOCK_V"], config["STAGES"], halves, precision(call.q.dtype))
     return Launch(
-        _key_bwd_kernel,
-        call.rows * H,
-        call.device,
+        _key_bwd_kernel, call.rows * H, call.device,
         numbers=(steps(call.q), steps(call.k), *chunk_numbers(call)),
         constexprs=(H, HV // H, K, call.V, call.options.use_qk_l2norm, *loops),
-        options=(("num_warps", config["num_warps"]),),
-        guarded=True,
-    )
+        options=(("num_warps", config["num_warps"]),), guarded=True,
+    )  # fmt: skip

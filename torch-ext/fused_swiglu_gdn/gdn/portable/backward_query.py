@@ -168,11 +168,8 @@ def query_launch(call: GdnBackward, config: dict) -> Launch:
     sizes = (H, HV // H, next_power_of_2(HV // H), call.K, call.V, call.options.use_qk_l2norm)
     tokens = (call.q, call.k, call.g, call.do)
     return Launch(
-        _query_bwd_kernel,
-        call.rows * H,
-        call.device,
+        _query_bwd_kernel, call.rows * H, call.device,
         numbers=(*map(steps, tokens), *chunk_numbers(call), call.options.scale),
         constexprs=(*sizes, config["BLOCK_V"], config["STAGES"], precision(call.q.dtype)),
-        options=(("num_warps", config["num_warps"]),),
-        guarded=True,
-    )
+        options=(("num_warps", config["num_warps"]),), guarded=True,
+    )  # fmt: skip

@@ -242,14 +242,11 @@ class States:
         at_ends = (kv_strides(x, call.options.state_v_first) for x in ends)
         self.shape = (call.rows, HV, K, V)
         self.kernel = Launch(
-            _states_bwd_kernel,
-            2 * call.N * HV * (V // config["BLOCK_V"]),
-            q.device,
+            _states_bwd_kernel, 2 * call.N * HV * (V // config["BLOCK_V"]), q.device,
             numbers=(*map(steps, (q, call.k, call.v, do)), *at_ends, call.T),
             constexprs=(H, HV // H, K, V, config["BLOCK_V"], config["STAGES"], precision(q.dtype)),
-            options=(("num_warps", config["num_warps"]),),
-            guarded=True,
-        )
+            options=(("num_warps", config["num_warps"]),), guarded=True,
+        )  # fmt: skip
 
     def __call__(self, q, k, v, do, tb, p, f, cu_seqlens, ke, initial, d_final_state) -> tuple:
         """h and dh [rows, HV, K, V], vt and dv [B, T, HV, V], and the initial state's gradient.

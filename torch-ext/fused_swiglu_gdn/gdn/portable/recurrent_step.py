@@ -133,11 +133,8 @@ def state_steps(state: Optional[torch.Tensor], shape: tuple) -> Optional[tuple]:
 
 def step_launch(call: RecurrentCall, strides: tuple, steps: tuple) -> Launch:
     """The launch of one token a sequence; steps: state_steps of the initial state."""
-    options, initial, moves = (
-        call.options,
-        call.initial_state,
-        call.output_state_indices is not None,
-    )
+    options, initial = call.options, call.initial_state
+    moves = call.output_state_indices is not None
     size = 4 if initial is None else initial.element_size()
     config = step_config(call.device, call.K, size, options.state_v_first)
     constexprs = (

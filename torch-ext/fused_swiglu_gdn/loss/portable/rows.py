@@ -249,13 +249,8 @@ class Kernels:
         scale: float = 1.0, softcap: float = 0.0, smoothing: float = 0.0, z_loss: float = 0.0,
         more: bool = False,
     ):  # fmt: skip
-        self.V, self.M, self.where, self.ignore_index, self.stride = (
-            V,
-            M,
-            where,
-            ignore_index,
-            stride,
-        )
+        self.V, self.M, self.where = V, M, where
+        self.ignore_index, self.stride = ignore_index, stride
         self.values = (scale, softcap)
         self.form = (smoothing, z_loss)
         self.cap, self.more = softcap > 0, more

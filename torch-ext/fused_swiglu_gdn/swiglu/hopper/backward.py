@@ -69,14 +69,10 @@ def _dx_plan(where: torch.device, M: int, N: int, K: int, strides: tuple, apart:
         Map((M, K), (K, 1), (BM, BN // 2)),
     )
     return Launch(
-        _swiglu_dx_kernel,
-        min(device.multiprocessor_count(where.index), tiles_m * cdiv(K, BN)),
-        where,
-        maps=maps,
-        numbers=(M, N, K, group),
-        constexprs=(apart < 0, *blocks),
+        _swiglu_dx_kernel, min(device.multiprocessor_count(where.index), tiles_m * cdiv(K, BN)),
+        where, maps=maps, numbers=(M, N, K, group), constexprs=(apart < 0, *blocks),
         options=tuple((name, tile[name]) for name in ("num_warps", "num_stages")),
-    )
+    )  # fmt: skip
 
 
 def input_gradient(d_gate_up, w_gate, w_up) -> torch.Tensor:

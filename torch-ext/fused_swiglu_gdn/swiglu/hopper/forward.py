@@ -143,14 +143,11 @@ def _plan(
         half = (weights((2, BN // 2, BK)), made(BN // 2)) if halves else (None, None)
         maps, order = (*maps, *half), (*order, *((LOWER, Z) if halves else (NONE, NONE)))
     launch = Launch(
-        kernel,
-        count if three_quarter else min(slots, count),
-        where,
-        maps=(Map((M, K), (stride_x, 1), (BM, BK)), *maps),
-        numbers=numbers,
+        kernel, count if three_quarter else min(slots, count), where,
+        maps=(Map((M, K), (stride_x, 1), (BM, BK)), *maps), numbers=numbers,
         constexprs=(*head, BM, BN, BK),
         options=tuple((name, tile[name]) for name in ("num_warps", "num_stages")),
-    )
+    )  # fmt: skip
     return Plan(launch, (*order, B_GATE, B_UP))
 
 

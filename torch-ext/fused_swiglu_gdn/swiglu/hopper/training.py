@@ -56,14 +56,10 @@ def _launch(kernel, where, tiles_n: int, maps: tuple, sizes: tuple, constexprs: 
     tiles_m = cdiv(sizes[0], BM.value)
     group = equal_groups(tiles_m, config["GROUP"])
     return Launch(
-        kernel,
-        min(device.multiprocessor_count(where.index), tiles_m * tiles_n),
-        where,
-        maps=maps,
-        numbers=(*sizes, group),
-        constexprs=(*constexprs, config["STAGES"], config["REGISTERS"]),
+        kernel, min(device.multiprocessor_count(where.index), tiles_m * tiles_n), where, maps=maps,
+        numbers=(*sizes, group), constexprs=(*constexprs, config["STAGES"], config["REGISTERS"]),
         options=(("num_warps", 8), ("maxnreg", 168)),
-    )
+    )  # fmt: skip
 
 
 def serves_forward(x, b_gate, b_up) -> bool:
