@@ -75,7 +75,8 @@ def serving(device):
 
 def served(kernel, name, device="cpu"):
     model = random_model(name, device)
-    kernel.kernelize(model)
+    report = kernel.kernelize(model)
+    assert report.drafts and "\ngenerate takes drafts: " in str(report)
     assert type(model.generate).__name__ == "Drafted"
     return model
 
@@ -216,7 +217,8 @@ def test_what_stays_refused(kernel, reference):
     with pytest.raises(ValueError, match="batch_size"):
         run(model, ids, prompt_lookup_num_tokens=3)
     other = random_model("qwen3_5_text")
-    kernel.kernelize(other, skip=["gdn"])
+    report = kernel.kernelize(other, skip=["gdn"])
+    assert not report.drafts and "drafts" not in str(report)
     assert "generate" not in other.__dict__
     with pytest.raises(ValueError, match="stateful"):
         run(other, ids[:1], prompt_lookup_num_tokens=3)

@@ -73,8 +73,9 @@ class Drafted(Generate):
         return own(model, *args, **options)
 
 
-def serve_drafts(modules: Named) -> None:
-    """Lets generate of the model, or of one inside it, take drafts where transformers refuses."""
+def serve_drafts(modules: Named) -> bool:
+    """Lets generate of the model, or of one inside it, take drafts where transformers refuses, and
+    returns whether it does."""
     for _, module in modules:
         before, kind = module.__dict__.get(Drafted.name), type(module)
         refused = getattr(kind, "_is_stateful", False) and hasattr(kind, "generate")
@@ -83,7 +84,9 @@ def serve_drafts(modules: Named) -> None:
         elif refused:
             if type(before) in (type(None), Generate) and why_not_drafts(module, now=False) is None:
                 setattr(module, Drafted.name, Drafted(module))
-            return
+            served = type(module.__dict__.get(Drafted.name)) is Drafted
+            return served and why_not_drafts(module) is None
+    return False
 
 
 @functools.cache

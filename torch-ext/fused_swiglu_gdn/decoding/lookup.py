@@ -92,7 +92,7 @@ class Pace:
     """Decides whether drafts are worth a round.
 
     A round of several tokens takes longer than one token: WORTH of it on one H200 (1.12 for a
-    Llama, 1.28 for Qwen3.5, by the rounds of generate_drafts.json whose drafts are all right), and
+    Llama, 1.26 for Qwen3.5, by the rounds of generate_drafts.json whose drafts are all right), and
     `more`, for its drafts and for experts, in the same unit. Where rounds gave fewer tokens
     each, the next REST tokens come one by one, and twice as many when that happens again. A few
     rounds tell it where hardly any draft is right: the latest WINDOW by half of what a round is to

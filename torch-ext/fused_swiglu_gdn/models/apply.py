@@ -138,9 +138,10 @@ def kernelize(
         rows.append(Row(module, kind, "decode", note, reason))
     if training_graphs:
         rows.append(serve_training_graphs(modules, _place_of(model), cp_group is not None))
-    serve_drafts(modules)
+    drafts = serve_drafts(modules)
     rows += [_replays(model, rows, replay)] if replay else []
-    return Report([row for row in rows if row is not None], _place_of(model)).warn_once()
+    rows = [row for row in rows if row is not None]
+    return Report(rows, _place_of(model), drafts).warn_once()
 
 
 def _exchanges_states(model: nn.Module, rows: List[Row]) -> None:

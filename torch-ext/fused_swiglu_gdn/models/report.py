@@ -50,9 +50,12 @@ class Report:
     kernels were tuned for the model's GPU.
     """
 
-    def __init__(self, rows: List[Row], device: Optional[torch.device] = None):
+    def __init__(
+        self, rows: List[Row], device: Optional[torch.device] = None, drafts: bool = False
+    ):
         self.rows = rows
         self.device = device  # of the model's parameters
+        self.drafts = drafts  # generate takes them, which transformers refuses for the model
         self.by_reference = dispatch.forced == "reference"  # use_reference()
 
     @property
@@ -110,12 +113,14 @@ class Report:
         gateless = None if kinds & {"mlp", "experts", "block"} else f"no {GATED} was found"
         todo = advice(row.reason for row in self.left)
         last = BY_REFERENCE if self.by_reference else tuning_of(self.device)
-        lines = (self.untried, head, gateless, aligned(table), *todo, last)
+        drafts = DRAFTS if self.drafts else None
+        lines = (self.untried, head, gateless, aligned(table), *todo, drafts, last)
         return "\n".join(filter(None, lines))
 
     __repr__ = __str__
 
 
+DRAFTS = "generate takes drafts: prompt lookup, assistants, MTP layers (docs/decoding.md)"
 BY_REFERENCE = "inside use_reference(): plain torch serves what kernels would serve on a GPU"
 GATED = "MLP with a gate (down(act(gate(x)) * up(x)))"
 NOTHING = (
