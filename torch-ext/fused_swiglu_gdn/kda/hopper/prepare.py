@@ -32,6 +32,9 @@ from .levels import (
 )
 
 PANELS = gl.constexpr(4)  # of 32 channels
+# Programs of a grid that runs at once: the scan's programs may begin where they end. On a larger
+# one they would take the place of programs of this kernel.
+SMALL_GRID = gl.constexpr(396)
 PANEL = gl.constexpr(gl.NVMMASharedLayout(64, 16, 2))
 BLOCKS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 HALVES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
@@ -41,6 +44,14 @@ LEAST = gl.constexpr(-138.6294361119891)  # of gates: 2^-200 is 0 in fp32
 TOTAL = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(1, X)))
 # of the blocks' sums of all panels [4, 4, 32]: a channel a thread
 SUMS = gl.constexpr(gl.BlockedLayout([1, 4, 1], [1, 1, 32], [4, 1, 1], [2, 1, 0]))
+
+
+@gluon.jit
+def _load(desc, smem, batch, end, row, head, full):
+    """Starts the loads of a tile's panels."""
+    for p in gl.static_range(PANELS):
+        at = [batch, end, row, head, 32 * p]
+        hw.tma_load(desc, at, full, hw.as_box(smem.index(p), desc))
 
 
 @gluon.jit
@@ -185,6 +196,8 @@ def kda_prepare_fwd_kernel(
     WIDTH: gl.constexpr = g_desc.dtype.primitive_bitwidth
     GATES: gl.constexpr = gl.NVMMASharedLayout(4 * WIDTH, WIDTH, 2)
     STEP: gl.constexpr = WIDTH // 16  # panels of fp16 in the place of one of g
+    if gl.num_programs(0) <= SMALL_GRID:
+        hw.launch_dependents()
     row, hv = gl.program_id(0) // HV, gl.program_id(0) % HV
     batch, end, first, c, length = locate(row, cu_ptr, T, N, NT)
     if c * C >= length:
@@ -206,13 +219,9 @@ def kda_prepare_fwd_kernel(
     for x in gl.static_range(2):
         hw.mbarrier.init(full.index(x), count=1)
         hw.mbarrier.expect(full.index(x), C * D * (4 if x == 0 else WIDTH // 8))
-    for p in gl.static_range(PANELS):
-        at = [batch, end, first + c * C, hv // R, 32 * p]
-        hw.tma_load(k_desc, at, full.index(0), hw.as_box(k_smem.index(p), k_desc))
-        hw.tma_load(q_desc, at, full.index(0), hw.as_box(q_smem.index(p), q_desc))
-    for p in gl.static_range(PANELS):
-        at = [batch, end, first + c * C, hv, 32 * p]
-        hw.tma_load(g_desc, at, full.index(1), hw.as_box(g_smem.index(p), g_desc))
+    _load(k_desc, k_smem, batch, end, first + c * C, hv // R, full.index(0))
+    _load(q_desc, q_smem, batch, end, first + c * C, hv // R, full.index(0))
+    _load(g_desc, g_smem, batch, end, first + c * C, hv, full.index(1))
     hw.barrier()  # ptxas would put the loads off until the next one
 
     if cu_ptr is None:
@@ -224,9 +233,7 @@ def kda_prepare_fwd_kernel(
     beta_ptr += batch_of * beta_strides[0] + start * beta_strides[1] + hv * beta_strides[2]
     beta = _beta(beta_ptr, beta_strides[1], rest, BETA_MAX, DTYPE)  # comes meanwhile
     out = ((batch_of * T + start) * HV + hv) * D
-    kd_ptr += out
-    qd_ptr += out
-    ke_ptr += out
+    kd_ptr, qd_ptr, ke_ptr = kd_ptr + out, qd_ptr + out, ke_ptr + out
     block, half, t, d = positions()
     t += 16 * block + 8 * half
     ok = (t < rest) & (d >= 0)
@@ -253,7 +260,11 @@ def kda_prepare_fwd_kernel(
         k = (tokens(k_smem.index(p)).to(gl.float32) * rk).to(gl.float16)
         q = (tokens(q_smem.index(p)).to(gl.float32) * rq).to(gl.float16)
         total = gl.sum(gl.sum(g, 1), 1)  # [4, 32]
+        if not RAW:  # passes at once: ptxas moves nothing past it, and spills less
+            hw.mbarrier.wait(full.index(1), 0)
         kk, qk, since, until = add_levels(kk, qk, k, q, exp2_short(g * LOG2_E), i, j)
+        if RAW:  # likewise
+            hw.mbarrier.wait(full.index(1), 0)
         since, until = since.to(gl.float16), until.to(gl.float16)
         _keep(k_kept.index(p), halves_product(k, since))
         _keep(q_kept.index(p), halves_product(q, since))
