@@ -24,10 +24,12 @@ SHAPES = [  # B, H, HV, T
     *((1, 16, 64, 8192), (1, 16, 64, 32768), (4, 16, 64, 4096)),
     *((1, 8, 16, 8192), (1, 8, 16, 32768)),
 ]
+SEVERAL = [(B, *heads, 8192 // B) for heads in ((16, 32), (8, 16), (4, 8)) for B in (4, 8)]
 PEERS = ("fla", "flashqla")
 ARGUMENTS = {
     "--only": {"nargs": "*", "default": ("recompute", "saved", *PEERS)},
     "--shapes": {"type": int, "default": len(SHAPES), "help": "the first so many"},
+    "--several": {"action": "store_true", "help": "8192 tokens in 4 and 8 sequences, no errors"},
 }
 ERROR_HEADS, ERROR_TOKENS, SEEDS = (2, 4), (64, 1000), 8
 NAMES = ("o", "state", "dq", "dk", "dv", "dg", "dbeta", "d_initial")
@@ -106,10 +108,14 @@ def errors(package, T, only) -> dict:
     return row
 
 
+def chosen(options) -> list:
+    return SEVERAL if options.several else SHAPES[: options.shapes]
+
+
 def warm(options) -> None:
     """One part of what the peers compile: of FLA's configurations, of FlashQLA's shapes."""
     part, parts = map(int, options.warm.split("/"))
-    shapes = [*SHAPES[: options.shapes], *((1, *ERROR_HEADS, T) for T in ERROR_TOKENS)]
+    shapes = [*chosen(options), *((1, *ERROR_HEADS, T) for T in ERROR_TOKENS)]
     todo = {"fla": [(1, *heads, 256) for heads in {shape[1:3] for shape in shapes}]}
     todo["flashqla"] = shapes[part::parts]
     for way in set(options.only) & set(PEERS):
@@ -122,9 +128,9 @@ def rows(package, options):
     keep_fla_to_triton()
     if set(options.only) & set(PEERS) and not options.compiled:
         warm_up()
-    for T in ERROR_TOKENS:
+    for T in () if options.several else ERROR_TOKENS:
         yield errors(package, T, options.only)
-    for shape in SHAPES[: options.shapes]:
+    for shape in chosen(options):
         yield measure(package, *shape, options.only)
 
 

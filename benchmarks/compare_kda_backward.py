@@ -8,8 +8,8 @@ many configurations. `backward` is the gradient alone, `both` with the forward b
 eager calls by the GPU's clock. Errors are relative to automatic differentiation of the recurrence
 in fp64, at 500 tokens and 4 heads for five kinds of gates, and for raw gates of both formulas.
 Those of A_log and dt_bias, sums of terms of either sign, are relative to the root of the sum of the
-terms' squares. Ours is measured first, in a minute and a half; what of
-FLA does not begin within --seconds is left out.
+terms' squares. While other processes compile what of FLA is timed, ours is compiled and its errors
+are taken; what of FLA does not begin within --seconds is left out.
 """
 
 import time
@@ -19,7 +19,7 @@ from typing import Iterator
 import torch
 from compare_kda import ERRORS, load_fla, prompt
 from kernel_time import kernels_of, milliseconds
-from peers import lift_fla_guard, working
+from peers import lift_fla_guard, shorten_autotuning, start_warming, working
 from runner import run
 
 SHAPES = {
@@ -29,6 +29,9 @@ SHAPES = {
     "H 64, 8192": (1, 8192, 64, None),
 }
 RAW = {"raw, softplus": None, "raw, bounded": -5.0}
+WAYS = {"fla_safe": {"safe_gate": True}, "fla": {}}  # of FLA
+# what it compiles, but for other lengths, a process each
+COMPILED = [(name, way) for way in WAYS for name in SHAPES if name != "H 32, 2048"]
 
 
 def calls_of(function, x, options, safe: dict) -> dict:
@@ -129,12 +132,24 @@ def timed(name: str, way: str, function, more: dict) -> Iterator[dict]:
         yield {**row, "launches_us": launches(calls["both"])} if way == "ours" else row
 
 
+def warm(options) -> None:
+    """One of COMPILED."""
+    fla, _ = load_fla(options.configurations)
+    shorten_autotuning()
+    if fla:
+        name, way = COMPILED[int(options.warm.split("/")[0])]
+        lift_fla_guard()
+        calls_of(fla, *prompt(*SHAPES[name]), WAYS[way])
+
+
 def rows(package, options):
     began = time.perf_counter()
     fla, _ = load_fla(options.configurations)
-    ours, peers = ("ours", package.chunk_kda, {}), []
+    shorten_autotuning()
+    ours, peers, workers = ("ours", package.chunk_kda, {}), [], []
     if fla:
-        peers = [("fla_safe", fla, {"safe_gate": True}), ("fla", fla, {})]
+        workers = [] if options.compiled else start_warming(len(COMPILED))
+        peers = [(way, fla, safe) for way, safe in WAYS.items()]
         lift_fla_guard()
 
     def in_time(what: str) -> Iterator[tuple]:
@@ -145,14 +160,17 @@ def rows(package, options):
             else:
                 print(f"{peer[0]} of {what} is left out: no time", flush=True)
 
-    for name in SHAPES:  # ours before FLA, whose kernels take long to compile
-        yield from timed(name, *ours)
+    for name in SHAPES:
+        calls_of(package.chunk_kda, *prompt(*SHAPES[name]), {})
     problems = {gates: problem(package, gates) for gates in (*ERRORS, *RAW)}
     found = {gates: {"errors": gates, **errors(x, *ours)} for gates, x in problems.items()}
-    yield from found.values()
+    for worker in workers:
+        worker.wait()
     for name in SHAPES:
+        yield from timed(name, *ours)
         for peer in in_time(name):
             yield from timed(name, *peer)
+    yield from found.values()
     for gates, x in problems.items():
         for peer in in_time(f"errors, {gates}"):
             found[gates].update(errors(x, *peer))
@@ -165,4 +183,4 @@ ARGUMENTS = {
 }
 
 if __name__ == "__main__":
-    run(__doc__, "kda_backward", rows, ARGUMENTS)
+    run(__doc__, "kda_backward", rows, ARGUMENTS, warm, share=False)

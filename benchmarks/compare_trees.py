@@ -11,6 +11,7 @@ a GPU; the rows of whole layers need transformers.
 """
 
 import argparse
+import importlib
 import shutil
 import subprocess
 import sys
@@ -75,27 +76,37 @@ def decoder_token(kernel) -> dict:
     return {"decoder layer, next token": lambda: length.zero_() is layer(token, **given)}
 
 
+def linear_attention(kernel, what: str, model: str, config: str, layer: str, **sizes) -> dict:
+    """The prompt of 2048 tokens of a layer with a state, and its next token."""
+    from transformers import DynamicCache
+
+    configs = importlib.import_module(f"transformers.models.{model}.configuration_{model}")
+    modeling = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+    given = {"num_hidden_layers": 1, "layer_types": ["linear_attention"], **sizes}
+    config = getattr(configs, config)(**given)
+    module = getattr(modeling, layer)(config, 0).to(DEVICE, DTYPE).eval()
+    assert kernel.kernelize(module).served
+    prompt, token = (launched.values(1, T, config.hidden_size) for T in (2048, 1))
+    cache = DynamicCache(config=config)
+    module(prompt, cache_params=cache)
+    return {
+        f"{what}, prompt 2048": lambda: module(prompt, cache_params=None),
+        f"{what}, next token": lambda: module(token, cache_params=cache),
+    }
+
+
 def layers(kernel) -> dict:
-    """A Qwen3.5 layer's prompt of 2048 tokens, and its next token; a Llama layer's token."""
+    """A Qwen3.5 and a Kimi Linear layer's prompt, and their next token; a Llama layer's token."""
+    qwen = "qwen3_5", "Qwen3_5TextConfig", "Qwen3_5GatedDeltaNet"
+    kimi = "kimi_linear", "KimiLinearConfig", "KimiLinearDeltaAttention"
     try:
-        from transformers import DynamicCache
-        from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
-        from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
+        return {
+            **linear_attention(kernel, "layer", *qwen, hidden_size=2048),
+            **linear_attention(kernel, "KDA layer", *kimi),
+            **decoder_token(kernel),
+        }
     except ImportError:
         return {}
-    config = Qwen3_5TextConfig(
-        hidden_size=2048, num_hidden_layers=1, layer_types=["linear_attention"]
-    )
-    layer = Qwen3_5GatedDeltaNet(config, 0).to(DEVICE, DTYPE).eval()
-    assert kernel.kernelize(layer).served
-    prompt, token = launched.values(1, 2048, 2048), launched.values(1, 1, 2048)
-    cache = DynamicCache(config=config)
-    layer(prompt, cache_params=cache)
-    return {
-        "layer, prompt 2048": lambda: layer(prompt, cache_params=None),
-        "layer, next token": lambda: layer(token, cache_params=cache),
-        **decoder_token(kernel),
-    }
 
 
 def host_us(call) -> float:

@@ -25,7 +25,7 @@ def swiglu(package, M):
 
 
 def prefill(package, T, packed=False):
-    q, k, v, g, beta, _ = tensors(1, T, 16, 32, "slow")
+    q, k, v, g, beta, *_ = tensors(1, T, 16, 32, "slow")
     cu_seqlens = torch.tensor([0, T // 3, T], device="cuda") if packed else None
     return lambda: package.chunk_gated_delta_rule(
         q, k, v, g, beta, output_final_state=True, use_qk_l2norm_in_kernel=True,
@@ -34,7 +34,7 @@ def prefill(package, T, packed=False):
 
 
 def training(package, T):
-    *qkv, g, beta, _ = tensors(1, T, 16, 32, "slow")
+    *qkv, g, beta, _, _ = tensors(1, T, 16, 32, "slow")
     leaves = [x.clone().requires_grad_() for x in qkv]
 
     def step():

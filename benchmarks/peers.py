@@ -1,8 +1,8 @@
 """The peers: whether they are installed, their autotuning, and GDN prefill by each of them.
 
-A maker of MAKERS takes compare_gdn.py's tensors (q, k, v, g, beta, state) and returns a call that
-gives o and the final state [B, HV, K, V], with l2norm of q and k in it. Where the peer is not
-installed it raises ImportError.
+A maker of MAKERS takes compare_gdn.py's tensors (q, k, v, g, beta, states, cu_seqlens) and returns
+a call that gives o and the final states [N, HV, K, V], with l2norm of q and k in it. Where the peer
+is not installed it raises ImportError.
 """
 
 import contextlib
@@ -106,31 +106,41 @@ def thin_autotuning(most: int) -> None:
     Autotuner.run = thinned
 
 
-def warm_up(parts: int = 12) -> None:
-    """Compiles what a peer's autotuner will try, minutes one after another, by many processes of
-    this command.
+def start_warming(parts: int = 12) -> list:
+    """Processes of this command, each of which compiles a part of what a peer's autotuner will try,
+    minutes one after another.
 
     They leave it in the caches on disk; the tuning itself is then this process's, and whole.
     """
-    workers = [
+    return [
         subprocess.Popen(
             [sys.executable, *sys.argv, "--warm", f"{part}/{parts}"], stdout=subprocess.DEVNULL
         )
         for part in range(parts)
     ]
-    for worker in workers:
+
+
+def warm_up(parts: int = 12) -> None:
+    """Starts such processes, and waits for them."""
+    for worker in start_warming(parts):
         worker.wait()
 
 
 OPTIONS = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
 
 
+def packed(x):
+    """cu_seqlens where the sequences of x are packed in one row of a batch, or None."""
+    return x[-1] if len(x[-1]) - 1 != len(x[0]) else None
+
+
 def fla(x):
     keep_fla_to_triton()
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    q, k, v, g, beta, state = x
-    return lambda: chunk_gated_delta_rule(q, k, v, g, beta, initial_state=state, **OPTIONS)
+    *given, state, _ = x
+    options = {**OPTIONS, "initial_state": state, "cu_seqlens": packed(x)}
+    return lambda: chunk_gated_delta_rule(*given, **options)
 
 
 def aiter(x):
@@ -138,13 +148,11 @@ def aiter(x):
     os.environ.setdefault("GATED_DELTA_RULE_TRITON_AUTOTUNE", "1")
     from aiter.ops.triton.gated_delta_net import chunk_gated_delta_rule_opt_vk
 
-    q, k, v, g, beta, state = x
-    state = state.mT.contiguous()
+    q, k, v, g, beta, state, _ = x
+    options = {**OPTIONS, "initial_state": state.mT.contiguous(), "cu_seqlens": packed(x)}
 
     def call():
-        o, final = chunk_gated_delta_rule_opt_vk(
-            q, k, v, g=g, beta=beta, initial_state=state, **OPTIONS
-        )
+        o, final = chunk_gated_delta_rule_opt_vk(q, k, v, g=g, beta=beta, **options)
         return o, final.mT
 
     return call
@@ -153,11 +161,9 @@ def aiter(x):
 def flashinfer(x):
     from flashinfer.gdn_prefill import chunk_gated_delta_rule
 
-    q, k, v, g, beta, state = x
-    B, T = q.shape[:2]
+    q, k, v, g, beta, state, cu_seqlens = x
     flat = [y.flatten(0, 1) for y in (q, k, v)]
     alpha, beta = g.exp().flatten(0, 1), beta.flatten(0, 1)
-    cu_seqlens = torch.arange(B + 1, device="cuda") * T
     final = torch.empty_like(state)
 
     def call():
@@ -165,7 +171,7 @@ def flashinfer(x):
             *flat, alpha, beta, initial_state=state, output_state=final, cu_seqlens=cu_seqlens,
             **OPTIONS,
         )  # fmt: skip
-        return o.unflatten(0, (B, T)), final.mT
+        return o.unflatten(0, q.shape[:2]), final.mT
 
     return call
 
@@ -173,8 +179,9 @@ def flashinfer(x):
 def flashqla(x):
     from flash_qla import chunk_gated_delta_rule
 
-    q, k, v, g, beta, state = x
-    return lambda: chunk_gated_delta_rule(q, k, v, g, beta, initial_state=state, **OPTIONS)
+    *given, state, _ = x
+    options = {**OPTIONS, "initial_state": state, "cu_seqlens": packed(x)}
+    return lambda: chunk_gated_delta_rule(*given, **options)
 
 
 MAKERS = {"fla": fla, "aiter": aiter, "flashinfer": flashinfer, "flashqla": flashqla}

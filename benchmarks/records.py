@@ -96,7 +96,15 @@ def heads(row: dict) -> str:
     return "{}/{} heads".format(*row["heads"])
 
 
+def lengths_of(lengths) -> str:
+    """Lengths of packed sequences as they are shown."""
+    first, n = lengths[0], len(lengths)
+    return f"{n} x {first}" if set(lengths) == {first} else " + ".join(map(str, lengths))
+
+
 def tokens(row: dict) -> str:
+    if "lengths" in row:
+        return f"packed {lengths_of(row['lengths'])} tokens"
     return f"{row['T']} tokens" if row.get("B", 1) == 1 else f"{row['B']} x {row['T']} tokens"
 
 

@@ -43,13 +43,15 @@ def run(
     arguments: Optional[Dict[str, dict]] = None,
     warm: Optional[Callable] = None,
     merge: bool = False,
+    share: bool = True,
 ) -> None:
     """Runs a comparison by its command line, and saves its record after every row.
 
     record: its name in benchmarks/results/, or a function of the options that gives it. arguments:
     the script's own options, as argparse takes them. warm(options): compiles a part of what peers
-    tune for minutes, in a process that warm_up() of peers.py has started. merge: rows take the
-    places of the record's of the same name. What rows() puts into options.facts is saved, too.
+    tune for minutes, in a process that warm_up() of peers.py has started; share: each of them tries
+    some of the configurations alone. merge: rows take the places of the record's of the same name.
+    What rows() puts into options.facts is saved, too.
     """
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     for name, how in (arguments or {}).items():
@@ -62,7 +64,8 @@ def run(
     name = record(options) if callable(record) else record
     options.json, options.facts = options.json or RESULTS / f"{name}.json", {}
     if warm and options.warm:
-        share_autotuning(*map(int, options.warm.split("/")))
+        if share:
+            share_autotuning(*map(int, options.warm.split("/")))
         return warm(options)
     torch.manual_seed(0)
     found, began = [], time.monotonic()
