@@ -70,7 +70,7 @@ LEFT = (
     (
         ("llama4", "llama4_text"), "attention",
         "rotary embedding is a product of complex numbers, and queries of layers without it are "
-        "scaled by the length of the cache",
+        "scaled by the length of the cache; its smallest checkpoint needs more than one GPU",
     ),
     (
         ("llama4", "llama4_text"), "router",
@@ -86,7 +86,6 @@ LEFT = (
         "these norms have groups of channels, with a weight for each channel of all groups",
     ),
     (("kolibri1",), "router", "the bias is added to logits, not to scores"),
-    (("mistral4",), "router", "groups of experts are chosen by probabilities in 16 bits"),
 )  # fmt: skip
 MORE = (
     ("Nothing is replaced in", "They have none of these parts, or compute others"),

@@ -324,6 +324,26 @@ def test_a_layer_without_its_inputs(kernel):
         layer(x, None, *args, **words)
 
 
+def test_experts_beside_an_mlp_that_change(kernel):
+    """Another router is called as it is; without the flag the class's own forward has none."""
+    model = model_of(MIXTURE)
+    served = copy.deepcopy(model)
+    kernel.kernelize(served)
+
+    class Halves(torch.nn.Module):
+        def forward(self, x):
+            return x, torch.full((len(x), 2), 0.5), torch.tensor([[0, 3]]).expand(len(x), 2)
+
+    with torch.no_grad():
+        before = model(tokens(1, 4)).logits
+        for m in (model, served):
+            m.model.layers[0].router = Halves()
+            m.model.layers[1].enable_moe_block = False
+        found, expected = (m(tokens(1, 4)).logits for m in (served, model))
+    assert (before - expected).abs().max() > 1e-3
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
 def test_training_runs_the_own_forward(kernel, monkeypatch):
     """Of a module whose dropout ours does not compute."""
     model = model_of("seed_oss")

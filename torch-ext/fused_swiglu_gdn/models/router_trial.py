@@ -253,8 +253,11 @@ def _candidates(
     ways = [(scoring, EPS[scoring] if e is None else e, rounds) for scoring in EPS for e in added
             for rounds in ((False,) if e is None else (False, True))]  # fmt: skip
     every = itertools.product(wide, ways, (True, False), scales, groups)
-    every = [given for given in every if given[2] or not given[1][1] or added == (None,)]
-    return [Choice(*named, *w, *more, dtype, ids.shape[1], *way, *how) for w, way, *how in every]
+    return [
+        Choice(*named, *w, *more, dtype, ids.shape[1], *way, renormalize, scale, group)
+        for w, way, renormalize, scale, group in every
+        if (renormalize or not way[1] or added == (None,)) and not (way[2] and group != ALL)
+    ]  # no kernel rounds scores of groups
 
 
 def _is_product(x: torch.Tensor, tensors: tuple, theirs: torch.Tensor, choice: Choice) -> bool:
