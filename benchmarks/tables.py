@@ -82,9 +82,10 @@ def of_launches_of_steps(record: dict) -> str:
 
 def of_memory_of_steps(record: dict) -> str:
     """GiB that training takes without its weights: in a step, and what it keeps between steps."""
-    ways, rows = names(row["mib_in_steps"] for row in record["rows"]), []
+    known = [row for row in record["rows"] if "mib_in_steps" in row]
+    ways, rows = names(row["mib_in_steps"] for row in known), []
     head = ["", *(f"{title_of(way, record)}, GiB in, between steps" for way in ways)]
-    for row in record["rows"]:
+    for row in known:
         found = [(row["mib_in_steps"][way], row["mib_between_steps"][way]) for way in ways]
         rows.append([row["what"], *(f"{a / 1024:.1f}, {b / 1024:.1f}" for a, b in found)])
     return table(head, rows)

@@ -207,7 +207,7 @@ def test_accumulated_gradients(kernel, graph, device):  # noqa: F811
     for i in range(6):  # without zero_grad
         same(*[step(model, batch(model, seed=i)) for model in models])
     assert graph.replays == 2 * LAYERS * (1 + 4)
-    held = [p.grad for p in models[1].parameters()]
+    held = [p.grad for p in models[1].parameters() if p.grad is not None]
     before = [x.clone() for x in held]
     models[1].zero_grad()
     step(models[1], batch(models[1], seed=9))
@@ -472,6 +472,54 @@ def test_what_cannot_be_captured(kernel, graph, device, caplog):  # noqa: F811
     assert graph.replays == 2 * (1 + 3)  # of the other layer
 
 
+def test_arguments_on_the_host(kernel, graph, device, caplog):  # noqa: F811
+    """Their values would be part of a graph."""
+    models = pair(kernel, device)
+    for model in models:
+        forward = type(model.model.layers[0].mlp).forward
+        model.model.layers[0].mlp.scale = torch.ones(())  # on the CPU
+
+        def scaled(self, x, forward=forward):
+            return forward(self, x) * self.scale.item()
+
+        kind = type(model.model.layers[0].mlp)
+        model.model.layers[0].mlp.__class__ = type(kind.__name__, (kind,), {"forward": scaled})
+    for i in range(5):
+        for model in models:
+            model.model.layers[0].mlp.scale.fill_(i + 1)
+        same(*[step(m, batch(m, seed=i)) for m in models])
+    assert "trains without a CUDA graph" in caplog.text
+    module = submodule("models.layer_call")
+    for tensors in ([], [torch.ones(1), torch.ones(1, device="meta")]):
+        with pytest.raises(module.Eager):
+            module.device_of(tensors)
+
+
+class ReadBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * 2 if dy.sum().item() > -1e30 else dy
+
+
+def test_gradients_that_cannot_be_captured(kernel, graph, device, caplog):  # noqa: F811
+    models = pair(kernel, device)
+
+    class Reading(torch.nn.Module):
+        def forward(self, x):
+            return ReadBackward.apply(x)
+
+    for model in models:
+        mlp = model.model.layers[0].mlp
+        mlp.act_fn = torch.nn.Sequential(mlp.act_fn, Reading())
+    alike(models, 5)
+    assert "trains without a CUDA graph" in caplog.text
+    assert graph.captures == 2 * LAYERS and graph.replays == 2 * (1 + 3)  # of the other layer
+
+
 def test_a_tensor_that_is_no_parameter(kernel, graph, device, caplog):  # noqa: F811
     models = pair(kernel, device)
     found = []
@@ -539,7 +587,7 @@ def test_two_models_and_threads(kernel, graph, device):  # noqa: F811
         alike(first, 1, seed=i), alike(second, 1, seed=i)
     assert graph.captures == 2 * 2 * LAYERS
     ids = [batch(first[0], seed=i) for i in range(2)]
-    parameters = list(first[0].parameters()), list(first[1].parameters())
+    parameters = [[p for p in m.parameters() if p.requires_grad] for m in first]
 
     def gradients_of(model, places, x):
         loss = model(x, labels=x, use_cache=False).loss

@@ -36,6 +36,14 @@ def key_of(value, tensors: list) -> tuple:
     raise Eager(f"an argument is a {kind.__name__}{hint}")
 
 
+def device_of(tensors: list) -> torch.device:
+    """The one device of tensors: what the host reads of others would be part of a graph."""
+    devices = {x.device for x in tensors}
+    if len(devices) != 1:
+        raise Eager("its arguments are on several devices" if devices else "it has no tensors")
+    return devices.pop()
+
+
 def filled(value, tensors) -> object:
     """The value with the next of the tensors in place of each of its own."""
     if isinstance(value, Tensor):
@@ -72,6 +80,8 @@ def why_not(watch: ModelWatch, device: torch.device) -> Optional[str]:
                 return f"a weight of its {kind} is on {told(x, 'device')}, its input on {device}"
             if x._backward_hooks or hasattr(x, "main_grad"):
                 return f"a weight of its {kind} has a hook or a main_grad"
+    if any([told(x, "device") != device for _, _, x in watch.held]):
+        return "it has tensors that are on other devices than its input"
     return None
 
 

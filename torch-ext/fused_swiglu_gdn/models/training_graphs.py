@@ -18,7 +18,7 @@ from torch import nn
 from ..decoding.capture import Graph
 from ..layers.plain import Named, torch_unpatched
 from ..runtime import dispatch
-from .layer_call import Eager, key_of
+from .layer_call import Eager, device_of, key_of
 from .layer_step import LayerStep
 from .report import Row
 from .serving import GRAPHS, is_served, may_move, own_class, serve, why_replaced
@@ -75,10 +75,10 @@ class LayerGraphs:
             return None, None, tensors
         try:
             key = key_of((args, kwargs), tensors)
+            device = device_of(tensors)
         except Eager as why:
             _say_once(type(layer).__name__, str(why))
             return None, None, tensors
-        device = tensors[0].device if tensors else torch.device("cpu")
         if Graph.why_not(device) is not None or Graph.busy():
             return None, None, tensors
         step = self._known((key, _modes(device)))
