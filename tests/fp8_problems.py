@@ -29,6 +29,16 @@ def quantised(x: torch.Tensor):
     return prepared("fp8.portable.quantise", "quantise_fwd", call, x)
 
 
+def apart(x, tokens: int):
+    """Tokens in FP8 whose scales are a tensor of their own, and not behind the codes."""
+    if x.scales is not None:
+        return x
+    P, K = submodule("fp8.call").padded(tokens), x.codes.shape[1]
+    blocks = -(-K // 128)
+    scales = x.codes.view(-1)[P * K : P * (K + 4 * blocks)].view(torch.float32)
+    return x._replace(codes=x.codes[:P], scales=scales.view(blocks, P).t())
+
+
 def quantised_weight(weight: torch.Tensor, e8m0: bool = False) -> tuple:
     """As transformers' Fp8Quantize: [N, K] e4m3 and 1 / scale [ceil(N / 128), ceil(K / 128)]."""
     N, K = weight.shape

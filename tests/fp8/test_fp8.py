@@ -156,7 +156,7 @@ def test_norms(device):
         assert relative_error(y, expected) < most
         assert (total is None) == (residual is None)
         assert total is None or relative_error(total, sums) < most_of_sums
-        same_bits(codes, quantised(y))
+        same_bits(fp8_problems.apart(codes, M), quantised(y))
     assert norm_quantise(x.half(), weight, None, *options) is None
     columns = x.repeat(4, 1).t().contiguous().t()
     assert norm_quantise(columns, weight, None, *options) is None

@@ -136,7 +136,7 @@ def test_decoding(device):
         tensors = decoding(B, H, HV, device)
         twin = copied(tensors)
         found, y = decode(tensors, *quantising), decode(twin, "layer", "gdn_layer_decode")
-        same(found, y.flatten(2), rows=B)
+        same(fp8_problems.apart(found, B), y.flatten(2), rows=B)
         assert all(map(torch.equal, tensors[6:8], twin[6:8]))
     assert decode(decoding(65, 1, 1, device), *quantising) is None
 

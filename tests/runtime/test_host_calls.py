@@ -356,11 +356,12 @@ def test_functions_of_a_kimi_delta_attention_layer(hopper):
         assert 100 < functions(lambda: layer(x[:, :1], cache, None)) <= 145
 
 
-@pytest.mark.parametrize("name, most", [("tiny_qwen3", 130), ("tiny_qwen3_5", 137)])
+@pytest.mark.parametrize("name, most", [("tiny_qwen3", 133), ("tiny_qwen3_5", 141)])
 def test_functions_of_a_layer_in_fp8(hopper, monkeypatch, name, most):
     """182 where weights were looked at one by one, and x quantised apart from its product. Of
     several sequences hardly more than in bf16, where one has products of its own; attention over a
-    cache, or a gate behind it, saves the launch that quantises for the output projection."""
+    cache, or a gate behind it, saves the launch that quantises for the output projection. Where
+    scales lie behind their codes, two functions make their address, for less than an allocation."""
     pytest.importorskip("transformers.integrations.finegrained_fp8")
     import fp8_problems
 

@@ -19,10 +19,14 @@ INVERSE = 1 / 448  # of the largest value of e4m3; torch divides by a number on 
 
 
 class Quantised(NamedTuple):
-    """Tokens in FP8: codes * scales, each scale for BLOCK columns."""
+    """Tokens in FP8: codes * scales, each scale for BLOCK columns.
+
+    What kernels make of few tokens has scales in the memory behind the codes, whose rows are more
+    then, and None in their place: an allocation costs the host two microseconds.
+    """
 
     codes: Tensor  # [P, K] e4m3; P: the tokens, and rows of zeros up to a multiple of ROWS
-    scales: Tensor  # [P, ceil(K / BLOCK)] fp32 with strides (1, P)
+    scales: Optional[Tensor]  # [P, ceil(K / BLOCK)] fp32 with strides (1, P)
 
 
 def padded(rows: int) -> int:

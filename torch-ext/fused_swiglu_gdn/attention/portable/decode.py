@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from ...fp8.call import BLOCK, MOST, Quantised, padded
-from ...fp8.portable.quantise import making, quantise_launch, quantising
+from ...fp8.portable.quantise import making_together, quantise_launch, quantising
 from ...runtime import device, tuning
 from ...runtime.cache import keep
 from ...runtime.copies import contiguous_like, on_copies
@@ -161,7 +161,7 @@ def prepare_kvcache_attention(call: KvCacheAttention, quantises=False) -> Option
     make, launches = contiguous_like(q), _Launches(call, quantises)
     if quantises:
         quantise = quantising(quantise_launch(q.view(B, HQ * D)), q.device, (B, HQ * D))
-        make_codes, make_scales = making(q.device, B, HQ * D)
+        make_codes, scales_of, _ = making_together(q.device, B, HQ * D)
 
     def resized(q, k_cache, v_cache, cache_seqlens, mask):
         split, combine, size = launches.at(k_cache, v_cache, mask)
@@ -173,9 +173,13 @@ def prepare_kvcache_attention(call: KvCacheAttention, quantises=False) -> Option
                 return quantise(y.view(B, HQ * D)) if quantises else y
             parts = q.new_empty(size, dtype=torch.float32)
             split(q, k_cache, v_cache, cache_seqlens, mask, parts)
-            made = Quantised(make_codes(), make_scales()) if quantises else (make(q),)
-            combine(parts, cache_seqlens, *made)
-            return made if quantises else made[0]
+            if quantises:
+                codes = make_codes()
+                combine(parts, cache_seqlens, codes, scales_of(codes))
+                return Quantised(codes, None)
+            y = make(q)
+            combine(parts, cache_seqlens, y)
+            return y
 
         run.resized = resized
         return run

@@ -15,9 +15,9 @@ from ...projection.call import MAX_WEIGHTS
 from ...projection.portable.project import add_parts_kernel
 from ...runtime import device, tuning
 from ...runtime.launch import Launch
-from ...runtime.maps import Map
-from ..call import BLOCK, MAX_PLAIN, PLAIN_ROWS, blocks_of, padded
-from ..portable.quantise import gate_of, making
+from ...runtime.maps import Map, RawPointer
+from ..call import BLOCK, MAX_PLAIN, PLAIN_ROWS, as_bytes, blocks_of, padded
+from ..portable.quantise import gate_launch
 from .few_products import few_gate_kernel, few_kernel
 
 Tensors = Sequence[Optional[torch.Tensor]]
@@ -42,13 +42,14 @@ class Few:
     tensor.
 
     rows, plain: the numbers N_i of the weights' rows, and of those in bf16. whole: K is not cut.
+    e8m0: scales of the weights are. floats: how many fp32 the parts of K have.
     """
 
-    __slots__ = ("sizes", "make", "make_parts", "missing", "product", "add")
+    __slots__ = ("sizes", "make", "make_parts", "missing", "product", "add", "e8m0", "floats")
 
     def __init__(
         self, where: torch.device, lead: tuple, K: int, rows: Tuple[int, ...], whole: bool = False,
-        plain: Tuple[int, ...] = (),
+        plain: Tuple[int, ...] = (), e8m0: bool = False,
     ):  # fmt: skip
         M, self.sizes = math.prod(lead), [*rows, *plain]
         width, missing = sum(self.sizes), MAX_WEIGHTS - len(rows)
@@ -57,12 +58,14 @@ class Few:
         strides = torch.empty(shape, device="meta").stride()
         self.make = functools.partial(empty, shape, strides, dtype=torch.bfloat16)
         self.make_parts: Optional[Callable] = None
+        self.e8m0, self.floats = e8m0, 0
         config = tuning.lookup("hopper_fp8_few", where, M=M, N=sum(rows))
         height, blocks, pdl = config["ROWS"], blocks_of(K), device.overlaps_launches(where)
         tiles = sum([-(-n // height) for n in rows])
         parts, size = 1 if whole else parts_of_k(where, rows, blocks), M * width
         if parts > 1:
             fp32 = {"dtype": torch.float32}
+            self.floats = parts * size
             self.make_parts = functools.partial(empty, (parts, size), (size, 1), **fp32)
         steps = math.gcd(config["STEPS"], -(-blocks // parts), blocks)
         early = (("launch_pdl", True),) if pdl else ()
@@ -89,14 +92,17 @@ class Few:
         w_scales: Tensors,
         plain: Tensors = (None, None, None),  # x in bf16, and weights in bf16
         added: Optional[torch.Tensor] = None,
+        parts: Optional[RawPointer] = None,  # memory for parts of K
     ) -> List[torch.Tensor]:
+        if self.e8m0:
+            w_scales = as_bytes(w_scales)
         tensors = (codes, scales, *weights, *self.missing, *w_scales, *self.missing, *plain)
         y = self.make()
         if self.make_parts is None:
             self.product(*tensors, y)
             y = y if added is None else added + y
         else:
-            parts = self.make_parts()
+            parts = self.make_parts() if parts is None else parts
             self.product(*tensors, parts)
             self.add(parts, added, y)
         return [y] if len(self.sizes) == 1 else list(y.split_with_sizes(self.sizes, -1))
@@ -112,20 +118,19 @@ def _is_apart(where: torch.device, tiles: int) -> bool:
 
 
 def gated(where: torch.device, M: int, K: int, N: int) -> Callable:
-    """(codes, scales, weights, their scales) -> silu(gate) * up in FP8: by a kernel whose programs
-    make a block of scales each, or, where these are too few, after products by narrower ones."""
+    """A function of (codes, scales, weights, their scales, z, its scales) that writes silu(gate) *
+    up in FP8 to z: by a kernel whose programs make a block of scales each, or, where these are too
+    few, after products by narrower ones."""
     config = tuning.lookup("hopper_fp8_few_gate", where, M=M, N=N)
     if _is_apart(where, blocks_of(N)):
         # the sums are those of the other kernel
         product = Few(where, (M,), K, (N, N), whole=True)
-        gate = gate_of(where, (M, N), (2 * N, 2 * N))
-        return lambda *tensors: gate(*product(*tensors))
-    launch, (make_codes, make_scales) = _gate(where, M, K, N, config), making(where, M, N)
+        gate = gate_launch(where, (M, N), (2 * N, 2 * N))
+        return lambda *tensors, z, s_z: gate(*product(*tensors), z, s_z)
+    launch = _gate(where, M, K, N, config)
 
-    def run(codes, scales, weights, w_scales):
-        z, s_z = make_codes(), make_scales()
+    def run(codes, scales, weights, w_scales, z, s_z):
         launch(*weights, codes, scales, *w_scales, z, s_z)
-        return z, s_z
 
     return run
 

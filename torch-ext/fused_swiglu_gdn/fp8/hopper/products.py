@@ -21,8 +21,16 @@ from ..call import (
     Quantised,
     as_bytes,
     blocks_of,
+    padded,
 )
-from ..portable.quantise import gate_of, is_quantised_here, quantise_launch, quantising
+from ..portable.quantise import (
+    behind,
+    gate_of,
+    is_quantised_here,
+    making_together,
+    quantise_launch,
+    quantising,
+)
 from .few import Few, gated
 from .multiply import prepare_multiply_fwd
 
@@ -56,12 +64,7 @@ def _product(
     if not all([lies_so(w, s, K) for w, s in zip(weights, scales)]):
         return None
     rows, others = (tuple([w.shape[0] for w in side]) for side in (weights, plain))
-    few = Few(where, lead, K, rows, plain=others)
-    if any([s.dtype is E8M0 for s in scales]):
-        return lambda codes, s_x, weights, scales, *more, **words: few(
-            codes, s_x, weights, as_bytes(scales), *more, **words
-        )
-    return few
+    return Few(where, lead, K, rows, plain=others, e8m0=E8M0 in [s.dtype for s in scales])
 
 
 def _of_many(lead: tuple, weights: Sequence, scales: Sequence) -> Optional[Callable]:
@@ -107,11 +110,14 @@ def prepare_products_fwd(call: Products) -> Optional[Callable]:
         return None
     if quantise is None and (codes is None or codes.shape[1] != K):
         return None
+    scales_of = behind(weights[0].device, padded(M) * K)
 
     def run(*tensors):
         x, codes, scales, p0, p1 = tensors[2 * MAX_WEIGHTS :]
         if codes is None:
             codes, scales = quantise(x)
+        elif scales is None:
+            scales = scales_of(codes)
         plain = (None, None, None) if p0 is None else (x, p0, p0 if p1 is None else p1)
         return product(codes, scales, tensors[:count], tensors[MAX_WEIGHTS:last], plain)
 
@@ -143,6 +149,7 @@ def prepare_mlp_fwd(call: Mlp) -> Optional[Callable]:
         return None
     quantise = _quantiser(x, M, K) if codes is None else None
     down = _product(lead, N, (w_down,), (s_down,))
+    scales_of = behind(w_gate.device, padded(M) * K)
     weights, scales = ((w_gate,), (s_gate,)) if both else ((w_gate, w_up), (s_gate, s_up))
     product = _product((M,), K, weights, scales)
     if down is None or product is None or quantise is None and codes is None:
@@ -150,19 +157,24 @@ def prepare_mlp_fwd(call: Mlp) -> Optional[Callable]:
     apart = not both or N % BLOCK == 0  # a block of scales is of gate or of up
     if M <= MOST and apart and not any([b is not None for b in biases]):
         gate = gated(w_gate.device, M, K, N)
+        make, z_scales, parts_of = making_together(w_gate.device, M, N, down.floats)
 
         def few(w_gate, w_up, w_down, s_gate, s_up, s_down, b0, b1, b2, x, codes, s_x, residual):
             if codes is None:
                 codes, s_x = quantise(x)
+            elif s_x is None:
+                s_x = scales_of(codes)
             if both:
                 weights, scales = w_gate.chunk(2)[::order], s_gate.chunk(2)[::order]
             else:
                 weights, scales = (w_gate, w_up), (s_gate, s_up)
-            z = gate(codes, s_x, weights, as_bytes(scales) if wide else scales)
-            return down(*z, (w_down,), (s_down,), added=residual)[0]
+            z = make()
+            s_z, parts = z_scales(z), parts_of(z) if down.floats else None
+            gate(codes, s_x, weights, as_bytes(scales) if wide else scales, z=z, s_z=s_z)
+            return down(z, s_z, (w_down,), (s_down,), added=residual, parts=parts)[0]
 
         # a residual that torch adds would be added too soon
-        few.together = residual is None or getattr(down, "make_parts", None) is not None
+        few.together = residual is None or down.floats > 0
         return few
     stride = 2 * N if both or M <= MOST else N
     gate = gate_of(w_gate.device, (M, N), (stride, stride))
@@ -170,6 +182,8 @@ def prepare_mlp_fwd(call: Mlp) -> Optional[Callable]:
     def run(w_gate, w_up, w_down, s_gate, s_up, s_down, b_gate, b_up, b_down, x, codes, s_x, added):
         if codes is None:
             codes, s_x = quantise(x)
+        elif s_x is None:
+            s_x = scales_of(codes)
         if both:
             (g,) = product(codes, s_x, (w_gate,), (s_gate,))
             g, u = (g if b_gate is None else g.add_(b_gate)).chunk(2, 1)[::order]

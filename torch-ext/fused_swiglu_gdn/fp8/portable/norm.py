@@ -13,8 +13,8 @@ import triton.language as tl
 from ...runtime import device
 from ...runtime.launch import Launch
 from ...runtime.sizes import next_power_of_2
-from ..call import BLOCK, NormQuantise, Quantised, blocks_of, padded
-from .quantise import is_quantised_here, making, store_codes
+from ..call import BLOCK, MOST, NormQuantise, Quantised, blocks_of, padded
+from .quantise import is_quantised_here, making, making_together, store_codes
 
 _BLOCK = tl.constexpr(BLOCK)
 WIDEST = 16384  # columns, which a program holds
@@ -89,6 +89,14 @@ def prepare_norm_quantise_fwd(call: NormQuantise) -> Optional[Callable]:
         constexprs=(D, casting_mode == "llama", groups, pdl), options=options, guarded=True,
     )  # fmt: skip
     make_codes, make_scales = making(where, M, D)
+    make, scales_of, _ = making_together(where, M, D)
+
+    def few(x, weight, residual) -> tuple:
+        y = torch.empty_like(x)
+        total = None if residual is None else torch.empty_like(x)
+        codes = make()
+        kernel(x, weight, residual, y, total, codes, scales_of(codes))
+        return y, total, Quantised(codes, None)
 
     def run(x, weight, residual) -> tuple:
         y = torch.empty_like(x)
@@ -97,4 +105,4 @@ def prepare_norm_quantise_fwd(call: NormQuantise) -> Optional[Callable]:
         kernel(x, weight, residual, y, total, codes, scales)
         return y, total, Quantised(codes, scales)
 
-    return run
+    return few if M <= MOST else run

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from ...runtime import device
 from ...runtime.launch import Launch
+from ...runtime.maps import RawPointer
 from ...runtime.sizes import next_power_of_2
 from ..call import (
     BLOCK,
@@ -150,6 +151,27 @@ def making(where: torch.device, tokens: int, columns: int) -> Tuple[Callable, Ca
     )
 
 
+def making_together(where: torch.device, tokens: int, columns: int, floats: int = 0) -> tuple:
+    """A function that makes codes of tokens, with room behind them in the same memory for their
+    scales and `floats` of fp32, and functions of the codes that give both."""
+    P = padded(tokens)
+    scales, rest = P * columns, P * (columns + 4 * blocks_of(columns))
+    rows = -(-(rest + 4 * floats) // columns)
+    make = functools.partial(
+        torch.empty_strided, (rows, columns), (columns, 1), dtype=torch.float8_e4m3fn, device=where
+    )
+    return make, behind(where, scales), behind(where, rest)
+
+
+def behind(where: torch.device, end: int) -> Callable:
+    """A function of codes that gives the fp32 behind the first `end` of them, as kernels take
+    them."""
+    if not device.is_gpu(where):  # the interpreter takes tensors alone
+        return lambda codes: codes.view(-1)[end:].view(torch.float32)
+    fp32 = torch.float32
+    return lambda codes: RawPointer(codes.data_ptr() + end, fp32)
+
+
 def quantising(launch: Launch, where: torch.device, shape: tuple) -> Callable:
     """A function of the tensors before codes and scales of a launch, which returns these."""
     make_codes, make_scales = making(where, *shape)
@@ -180,5 +202,9 @@ def prepare_silu_mul_quantise_fwd(call: SiluMulQuantise) -> Optional[Callable]:
 
 def gate_of(where: torch.device, shape: tuple, strides: tuple) -> Callable:
     """(gate, up) -> silu(gate) * up in FP8, for values of these shapes and strides of rows."""
-    launch = launch_of(_silu_mul_quantise_kernel, 8, strides, where, shape)
-    return quantising(launch, where, shape)
+    return quantising(gate_launch(where, shape, strides), where, shape)
+
+
+def gate_launch(where: torch.device, shape: tuple, strides: tuple) -> Launch:
+    """A launch of (gate, up, codes, scales)."""
+    return launch_of(_silu_mul_quantise_kernel, 8, strides, where, shape)

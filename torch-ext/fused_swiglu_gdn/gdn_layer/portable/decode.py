@@ -14,7 +14,7 @@ from typing import Callable, Optional
 import torch
 
 from ...fp8.call import BLOCK, MOST, Quantised, padded
-from ...fp8.portable.quantise import making
+from ...fp8.portable.quantise import making_together
 from ...gdn.portable.recurrent_step import is_dense, step_config
 from ...runtime import device
 from ...runtime.dtypes import served
@@ -48,9 +48,9 @@ def _grouped(x: torch.Tensor, R: int, last: int) -> tuple:
     return (row, x.stride(2) if x.ndim == 4 + last else R * head, head)
 
 
-def _step(call: LayerDecode, make: Callable, make_scales: Optional[Callable] = None) -> Callable:
+def _step(call: LayerDecode, make: Callable, scales_of: Optional[Callable] = None) -> Callable:
     """A function of the tensors of all calls with the same shapes, strides, dtypes and options;
-    make() gives what its result is written to: y, or codes where make_scales() gives scales."""
+    make() gives what its result is written to: y, or codes, of which scales_of gives the scales."""
     q, k, v, z, a, b = call.q, call.k, call.v, call.z, call.a, call.b
     held, state, options, where = call.conv_state, call.state, call.options, call.device
     (B, _, H, K), (D, W), V = q.shape, call.weight.shape, v.shape[-1]
@@ -93,13 +93,13 @@ def _step(call: LayerDecode, make: Callable, make_scales: Optional[Callable] = N
 
     def run(q, k, v, z, a, b, held, state, weight, bias, A_log, dt_bias, norm_weight):
         o = torch.empty((B, HV, V), dtype=torch.float32, device=where)
-        y, scales = make(), None if make_scales is None else make_scales()
+        y = make()
         rule(q, k, v, a, b, held, weight, bias, A_log, dt_bias, state, o)
-        if scales is None:
+        if scales_of is None:
             finish(o, z, norm_weight, y, None, None, q, k, v, held)
             return y
-        finish(o, z, norm_weight, None, y, scales, q, k, v, held)
-        return Quantised(y, scales)
+        finish(o, z, norm_weight, None, y, scales_of(y), q, k, v, held)
+        return Quantised(y, None)
 
     return run
 
@@ -123,4 +123,4 @@ def prepare_gdn_layer_decode_quantise(call: LayerDecode) -> Optional[Callable]:
         return None
     if not device.has_e4m3(call.device) or not _supports(call):
         return None
-    return _step(call, *making(call.device, B, call.state.shape[1] * V))
+    return _step(call, *making_together(call.device, B, call.state.shape[1] * V)[:2])

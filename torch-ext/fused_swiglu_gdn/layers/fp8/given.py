@@ -48,16 +48,15 @@ def quantises(part: nn.Module, x: torch.Tensor, before: Optional[Coded] = None) 
     if x.dtype is not torch.bfloat16:
         return None
     form = next(filter(None, map(FORMS.get, map(type, part._modules.values()))), None)
-    if form is None:
+    if form is None or type(part).__dict__.get("served_as") is None or not is_plain(part):
         return None
+    if before is not None and before.pinned is form.pinned:
+        return form.pinned
     if dispatch.forced is None and not dispatch.has_kernels_at(*MULTIPLY, x.device):
-        return None
-    if type(part).__dict__.get("served_as") is None or not is_plain(part):
         return None
     if not x.numel() or torch._C._len_torch_dispatch_stack():
         return None
-    known = before is not None and before.pinned is form.pinned
-    return form.pinned if known or form.pinned.unchanged() else None
+    return form.pinned if form.pinned.unchanged() else None
 
 
 def with_codes(
