@@ -214,8 +214,9 @@ def test_what_stays_refused(kernel, reference):
     """As transformers does, where a layer with states is not served, and for batches."""
     ids = tokens(2, 9)
     model = served(kernel, "qwen3_5_text")
-    with pytest.raises(ValueError, match="batch_size"):
-        run(model, ids, prompt_lookup_num_tokens=3)
+    for more in ({}, {"cache_implementation": "static"}):
+        with pytest.raises(ValueError, match="batch_size|Static"):
+            run(model, ids, prompt_lookup_num_tokens=3, **more)
     other = random_model("qwen3_5_text")
     report = kernel.kernelize(other, skip=["gdn"])
     assert not report.drafts and "drafts" not in str(report)

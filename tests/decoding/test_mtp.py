@@ -169,3 +169,15 @@ def test_drafts_are_those_of_the_whole_text(kernel, monkeypatch):
             places = torch.arange(1, text.shape[1])[None]
             first = layer(model, text[:, 1:], hidden, places, None)
             assert torch.equal(model.lm_head(first[:, -1:]).argmax(-1), drafts[:, :1])
+
+
+def test_positions_of_three_axes():
+    """Qwen3.5's rotary embedding takes one for each; before release 5.19 it expands none itself."""
+    inner = random_model("qwen3_5_text").model
+    x, positions, seen = torch.zeros(1, 1, 1), torch.arange(5)[None], []
+    inner.rotary_emb.register_forward_pre_hook(lambda module, args: seen.append(args[1].shape))
+    cos, sin = mtp.tables_of(inner, x, positions)
+    assert seen == [(3, 1, 5)] and cos.shape == sin.shape == (1, 5, cos.shape[-1])
+    assert torch.equal(cos[:, 0], torch.ones_like(cos[:, 0])) and sin[0, 1:].abs().max() > 0.1
+    other = random_model("qwen3_next").model
+    assert mtp.tables_of(other, x, positions)[0].shape[:2] == (1, 5)

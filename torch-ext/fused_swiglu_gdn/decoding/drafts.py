@@ -95,19 +95,20 @@ def _view_class(own: type) -> type:
     not stateful."""
     stateful = getattr(own, "_is_stateful", False)
 
-    def decode(self, *args, **given):
+    def decode(self, ids, *args, **given):
         try:
-            return drafted(self.viewed, *args, **given)
+            return drafted(self.viewed, ids, *args, **given)
         except NotServed:
             pass
         if not stateful:
-            return own._assisted_decoding(self.viewed, *args, **given)
-        if (cache := cache_among(given)[1]) is not None:
+            return own._assisted_decoding(self.viewed, ids, *args, **given)
+        cache = cache_among(given)[1]
+        if cache is not None and len(ids) == 1:  # else transformers raises
             if not _takes_drafts(cache) or given.get("inputs_embeds") is not None:
                 kept = {name: x for name, x in given.items() if name not in HELPERS}
-                return own._sample(self.viewed, *args, **kept)
+                return own._sample(self.viewed, ids, *args, **kept)
             go_back(cache)
-        return own._assisted_decoding(self, *args, **given)
+        return own._assisted_decoding(self, ids, *args, **given)
 
     def generator(self, *args, **given):
         if type(given.get("assistant_model")) is Mtp:

@@ -77,7 +77,7 @@ class Mtp(nn.Module):
         pair = torch.cat([embedded, self.pre_fc_norm_hidden(hidden)], -1)
         (x,) = projections(pair, self.fc)
         if tables is None:
-            tables = inner.rotary_emb(x, positions)
+            tables = tables_of(inner, x, positions)
         if mask is None:
             n, seen = ids.shape[1], 0 if cache is None else int(cache.get_seq_length())
             mask = torch.ones(n, seen + n, dtype=torch.bool, device=x.device).tril(seen)[None, None]
@@ -86,6 +86,14 @@ class Mtp(nn.Module):
             **{self.cache_name: cache},
         )  # fmt: skip
         return self.norm(x[0] if isinstance(x, tuple) else x)
+
+
+def tables_of(inner: nn.Module, x: torch.Tensor, positions: torch.Tensor) -> tuple:
+    """cos and sin of positions [B, n], in the dtype of x."""
+    rotary = inner.rotary_emb
+    if hasattr(rotary, "mrope_section"):  # one position for each of three axes
+        positions = positions.expand(3, -1, -1)
+    return rotary(x, positions)
 
 
 class MtpDrafts:
@@ -141,7 +149,7 @@ class MtpRounds(Drafter):
         (self.layer,) = self.cache.layers
         self.slots = torch.arange(slots, device=head.device)
         # of all positions at once: a call of their module is 15 launches
-        self.tables = inner_of(model).rotary_emb(head[:1, None], self.slots[None])
+        self.tables = tables_of(inner_of(model), head[:1, None], self.slots[None])
         self.choice: Optional[RowChoice] = None
         self.latest: tuple = ()  # after's arguments for the latest token that was read alone
         self.reads = self.count * (Weights(mtp).read() + head.numel())
