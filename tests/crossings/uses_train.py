@@ -1,5 +1,8 @@
 """Uses of a model in training: losses, gradients, checkpointing, what torch does around them."""
 
+import contextlib
+import functools
+
 import torch
 from sides import use
 from uses_forward import layers_of
@@ -15,25 +18,42 @@ def step(model, ids, labels, **words):
     return {"loss": out.loss, "logits": out.logits, "gradient": gradients_of(model)}
 
 
-def training(name, change=lambda model: model, **words):
+def nothing(model):
+    pass
+
+
+def training(
+    name, after=nothing, before=None, around=contextlib.nullcontext, labels=nothing, **words
+):
+    """A step of a model that is set to train and changed before it is kernelized, or after."""
+
     @use(name)
     def run(s):
-        model = s.make().train()
-        change(model)
-        return step(s.serve(model), s.ids(), s.ids(seed=1), **words)
+        model, given = s.make(), s.ids(seed=1)
+        if before is not None:
+            before(model.train())
+        after(s.serve(model).train())
+        labels(given)
+        with around():
+            return step(model, s.ids(), given, **words)
 
 
-training("a step of training")
-training("a step of training without a cache", use_cache=False)
-training("a mean over another number", num_items_in_batch=5)
-training(
-    "checkpointing, use_reentrant",
-    lambda m: m.gradient_checkpointing_enable({"use_reentrant": True}),
-)
-training(
-    "checkpointing, not use_reentrant",
-    lambda m: m.gradient_checkpointing_enable({"use_reentrant": False}),
-)
+def checkpointed(model, reentrant=False):
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+
+
+def norms_alone(model):
+    model.requires_grad_(False)
+    model.model.norm.requires_grad_(True)
+    checkpointed(model, True)
+    model.enable_input_require_grads()
+
+
+training("a step of training", before=nothing)
+training("a step of training without a cache", before=nothing, use_cache=False)
+training("a mean over another number", before=nothing, num_items_in_batch=5)
+training("checkpointing, use_reentrant", before=lambda model: checkpointed(model, True))
+training("checkpointing, not use_reentrant", before=checkpointed)
 
 
 def graphed(name, before=lambda model, i: None, words=lambda s, i: {}, **facts):
@@ -57,32 +77,15 @@ graphed("steps of training")
 graphed("steps under autocast", rough=True)
 graphed("steps with positions of their own", words=lambda s, i: {"position_ids": s.ids() * 0 + i})
 graphed("steps with a cache", words=lambda s, i: {"use_cache": True})
-graphed(
-    "steps, then checkpointing",
-    lambda model, i: i == 3 and model.gradient_checkpointing_enable({"use_reentrant": False}),
-)
+graphed("steps, then checkpointing", lambda model, i: i == 3 and checkpointed(model))
 graphed(
     "steps, then other memory",
     lambda model, i: [setattr(p, "data", p.data.clone()) for p in model.parameters() if i == 3],
 )
 
 
-@use("checkpointing set afterwards")
-def checkpointing_after(s):
-    model = s.served().train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    return step(model, s.ids(), s.ids(seed=1))
-
-
-@use("checkpointing with frozen weights")
-def checkpointing_inputs(s):
-    model = s.served().train()
-    model.requires_grad_(False)
-    for p in model.model.norm.parameters():
-        p.requires_grad_(True)
-    model.gradient_checkpointing_enable({"use_reentrant": True})
-    model.enable_input_require_grads()
-    return step(model, s.ids(), s.ids(seed=1))
+training("checkpointing set afterwards", checkpointed)
+training("checkpointing with frozen weights", norms_alone)
 
 
 @use("dropout with a seed")
@@ -97,31 +100,20 @@ def dropout(s):
     return step(model, s.ids(), s.ids(seed=1))
 
 
-@use("autocast, gradients", rough=True)
-def autocast(s):
-    model = s.served().train()
-    with torch.autocast(s.device, torch.bfloat16):
-        out = model(s.ids(), labels=s.ids(seed=1))
-    out.loss.backward()
-    return {"loss": out.loss, "gradient of the words": model.model.embed_tokens.weight.grad}
+def by_autocast(name, change=nothing):
+    @use(name, rough=True)
+    def run(s):
+        model = s.served().train()
+        change(model)
+        with torch.autocast(s.device, torch.bfloat16):
+            out = model(s.ids(), labels=s.ids(seed=1))
+        out.loss.backward()
+        return {"loss": out.loss, "gradient of the words": model.model.embed_tokens.weight.grad}
 
 
-@use("autocast and checkpointing", rough=True)
-def autocast_checkpointing(s):
-    model = s.served().train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    with torch.autocast(s.device, torch.bfloat16):
-        out = model(s.ids(), labels=s.ids(seed=1))
-    out.loss.backward()
-    return {"loss": out.loss, "gradient of the words": model.model.embed_tokens.weight.grad}
-
-
-@use("labels that are all ignored")
-def ignored(s):
-    model = s.served().train()
-    labels = s.ids(seed=1)
-    labels[0] = -100
-    return step(model, s.ids(), labels)
+by_autocast("autocast, gradients")
+by_autocast("autocast and checkpointing", checkpointed)
+training("labels that are all ignored", labels=lambda given: given[0].fill_(-100))
 
 
 @use("padding, gradients")
@@ -152,12 +144,12 @@ def accumulated(s):
     return step(model, s.ids(seed=2), s.ids(seed=3))
 
 
-@use("frozen norms and words")
-def frozen(s):
-    model = s.served().train()
+def matrices_alone(model):
     for name, p in model.named_parameters():
         p.requires_grad_(p.ndim > 1 and "embed" not in name)
-    return step(model, s.ids(), s.ids(seed=1))
+
+
+training("frozen norms and words", matrices_alone)
 
 
 @use("gradients of inputs alone")
@@ -205,18 +197,8 @@ def without(s):
         return model(s.ids(), labels=s.ids(seed=1)).loss
 
 
-@use("activations kept on the CPU")
-def saved_on_cpu(s):
-    model = s.served().train()
-    with torch.autograd.graph.save_on_cpu():
-        return step(model, s.ids(), s.ids(seed=1))
-
-
-@use("detect_anomaly")
-def anomaly(s):
-    model = s.served().train()
-    with torch.autograd.detect_anomaly(check_nan=True):
-        return step(model, s.ids(), s.ids(seed=1))
+training("activations kept on the CPU", around=torch.autograd.graph.save_on_cpu)
+training("detect_anomaly", around=functools.partial(torch.autograd.detect_anomaly, check_nan=True))
 
 
 @use("functional_call")
@@ -264,13 +246,13 @@ def backward_hooks(s):
     return [step(model, s.ids(), s.ids(seed=1)), dict(sorted(seen.items()))]
 
 
-@use("hooks of a parameter's gradient")
-def parameter_hooks(s):
-    model = s.served().train()
+def doubled_gradients(model):
     for p in model.parameters():
         if p.requires_grad:
             p.register_hook(lambda gradient: gradient * 2)
-    return step(model, s.ids(), s.ids(seed=1))
+
+
+training("hooks of a parameter's gradient", doubled_gradients)
 
 
 @use("gradients through a cache")
