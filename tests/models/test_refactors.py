@@ -1,6 +1,8 @@
 """tests/refactors.py on a sample of classes: all refactors are served, and no trap or mutant with
 other values than its own."""
 
+import contextlib
+
 import pytest
 import refactors
 import torch
@@ -35,37 +37,25 @@ def test_refactors(kernel, kind):
     assert not left or kind == "experts", refactors.table(results)
 
 
+@contextlib.contextmanager
+def trap(family, kind, name):
+    """(unit, module) of a trap that can be made of this family."""
+    ((_, unit, module),) = refactors.traps.traps(
+        refactors.cases.subject_of(family, kind), False, [name]
+    )
+    try:
+        yield unit, module
+    finally:
+        refactors.cases.forget(type(module))
+
+
 @pytest.mark.parametrize("family, kind", [("llama", "layer"), ("qwen3", "attention")])
 def test_words_of_functions_inside_of_a_forward(kernel, family, kind):
     """A keyword that only an inner function has a name for is for the class's own forward."""
-    subject = refactors.cases.subject_of(family, kind)
-    found = list(refactors.traps.traps(subject, False, refactors.traps.WORDS))
-    for name, unit, module in found:
-        state, reason = refactors.examine(module, unit)
-        refactors.cases.forget(type(module))
-        assert state != "WRONG", (name, reason)
-    assert len(found) == len(refactors.traps.WORDS)
-
-
-@pytest.mark.parametrize(
-    "family, trap, expected",
-    [
-        ("qwen3_next", "dtype_check_that_scales",
-         ("left", "its forward gives other values on a small copy of it")),
-        ("qwen3_5", "old_keyword_without_decorator", ("served", "")),
-        ("olmo_hybrid", "old_keyword_without_decorator", ("served", "")),
-    ],
-)  # fmt: skip
-def test_traps_of_gated_delta_nets(kernel, family, trap, expected):
-    """Another scale in 16 bits alone; a cache that a call by its old name leaves empty."""
-    subject = refactors.cases.subject_of(family, "gdn")
-    found = list(refactors.traps.traps(subject, False, [trap]))
-    assert len(found) == 1
-    _, unit, module = found[0]
-    try:
-        assert refactors.examine(module, unit) == expected
-    finally:
-        refactors.cases.forget(type(module))
+    for name in refactors.traps.WORDS:
+        with trap(family, kind, name) as (unit, module):
+            state, reason = refactors.examine(module, unit)
+            assert state != "WRONG", (name, reason)
 
 
 KDA = [  # (family, refactor of a layer with its gate)
@@ -86,32 +76,34 @@ def test_roles_of_kimi_delta_attention(kernel, family, refactor):
         refactors.cases.forget(type(module))
 
 
-TRAPS = {  # of a layer with its gate: those of one kind, each in one family
-    "kimi_linear": [
+SERVED = ("served", "")
+TRAPS = [  # (family, kind, trap, outcome): those of one kind, each in one family
+    # another scale in 16 bits alone; a cache that a call by its old name leaves empty
+    ("qwen3_next", "gdn", "dtype_check_that_scales",
+     ("left", "its forward gives other values on a small copy of it")),
+    ("qwen3_5", "gdn", "old_keyword_without_decorator", SERVED),
+    ("olmo_hybrid", "gdn", "old_keyword_without_decorator", SERVED),
+    # of a layer with its gate: another computation is left alone, for some reason
+    *[("kimi_linear", "kda", f"kda_{name}", None) for name in (
         "without_l2_norm", "decay_halved", "state_transposed", "cache_of_the_first_layer",
         "another_width_of_the_cache", "gate_bent_between_its_projections",
-        "chunks_without_the_state", "gate_patched_afterwards",
-    ],
-    "bailing_hybrid": ["bound_of_a_constant"], "glm5_next_text": ["bound_ignored", "bound_doubled"],
-}  # fmt: skip
-SERVED = ("gate_patched_afterwards", "bound_ignored")  # harmless until then; another known form
+        "chunks_without_the_state")],
+    ("bailing_hybrid", "kda", "kda_bound_of_a_constant", None),
+    ("glm5_next_text", "kda", "kda_bound_doubled", None),
+    # harmless until then; another known form
+    ("kimi_linear", "kda", "kda_gate_patched_afterwards", SERVED),
+    ("glm5_next_text", "kda", "kda_bound_ignored", SERVED),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("family, trap", [(f, t) for f, names in TRAPS.items() for t in names])
-def test_traps_of_kimi_delta_attention(kernel, family, trap):
-    """A layer or a gate that computes something else is left alone, or is another known form."""
-    subject = refactors.cases.subject_of(family, "kda")
-    found = list(refactors.traps.traps(subject, False, [f"kda_{trap}"]))
-    assert len(found) == 1, "it cannot be made of this family"
-    _, unit, module = found[0]
-    try:
-        if trap in SERVED:
-            assert refactors.examine(module, unit) == ("served", "")
+@pytest.mark.parametrize("family, kind, name, outcome", TRAPS)
+def test_traps_of_delta_rules(kernel, family, kind, name, outcome):
+    with trap(family, kind, name) as (unit, module):
+        if outcome is not None:
+            assert refactors.examine(module, unit) == outcome
         else:
             with refactors.everywhere():
                 assert refactors.served(module) is not None
-    finally:
-        refactors.cases.forget(type(module))
 
 
 @pytest.mark.parametrize("user", [False, True])
