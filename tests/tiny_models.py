@@ -183,6 +183,17 @@ def logits(model, ids, **arguments):
         return model(ids, **arguments).logits
 
 
+def in_use(model):
+    """The logits of a prompt and of two tokens after it."""
+    ids, outputs, cache = tokens(2, 12), [], None
+    with torch.no_grad():
+        for part in ids.split([10, 1, 1], dim=1):
+            out = model(part, past_key_values=cache, use_cache=True)
+            outputs.append(out.logits)
+            cache = out.past_key_values
+    return torch.cat(outputs, 1)
+
+
 def assert_same(out, ref):
     """Logits, within what sums in another order make of them."""
     difference = (out - ref).abs().max().item()

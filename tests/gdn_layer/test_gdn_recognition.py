@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 from conftest import submodule
-from tiny_models import random_model, tokens
+from tiny_models import in_use, random_model
 from torch import nn
 
 pytest.importorskip("transformers")
@@ -18,17 +18,6 @@ FAMILIES = ["qwen3_5_text", "qwen3_next", "olmo_hybrid"]
 
 def gdn_of(model):
     return next(m for m in model.modules() if hasattr(m, "conv1d"))
-
-
-def in_use(model):
-    """The logits of a prompt and of two tokens after it."""
-    ids, outputs, cache = tokens(2, 12), [], None
-    with torch.no_grad():
-        for part in ids.split([10, 1, 1], dim=1):
-            out = model(part, past_key_values=cache, use_cache=True)
-            outputs.append(out.logits)
-            cache = out.past_key_values
-    return torch.cat(outputs, 1)
 
 
 def difference(a, b):

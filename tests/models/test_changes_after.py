@@ -13,22 +13,11 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_models import random_model, serving, tokens
+from tiny_models import in_use, random_model, serving
 from torch import nn
 
 activations = pytest.importorskip("transformers.activations")
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("trusts_all")]
-
-
-def in_use(model):
-    """The logits of a prompt and of two tokens after it."""
-    ids, outputs, cache = tokens(2, 12), [], None
-    with torch.no_grad():
-        for part in ids.split([10, 1, 1], dim=1):
-            out = model(part, past_key_values=cache, use_cache=True)
-            outputs.append(out.logits)
-            cache = out.past_key_values
-    return torch.cat(outputs, 1)
 
 
 @functools.cache
