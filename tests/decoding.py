@@ -4,6 +4,7 @@ and their fixtures `device` and `graph`.
 On a CPU a graph is emulated: emulated_graph.py.
 """
 
+import types
 import weakref
 
 import pytest
@@ -76,6 +77,30 @@ def tiny(name, device, **changes):
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
     return model.to(device).eval()
+
+
+def served(name, device, **changes):
+    """A model that decodes by graphs."""
+    model = tiny(name, device, **changes)
+    row = submodule("decoding.graphs").serve_graphs(model)
+    assert (row.reason, row.note) == (None, "CUDA graph")
+    return model
+
+
+def lively(name, device, **changes):
+    """One whose tokens differ."""
+    return served(name, device, initializer_range=0.4, **changes)
+
+
+def own(model):
+    """Something whose generate is transformers', with its own loop."""
+    return types.SimpleNamespace(
+        generate=lambda *args, **options: type(model).generate(model, *args, **options)
+    )
+
+
+def random_state(ids):
+    return torch.cuda.get_rng_state() if ids.is_cuda else torch.get_rng_state()
 
 
 def generate(model, ids, graphed=True, **options):

@@ -7,7 +7,7 @@ import decoding
 import pytest
 import torch
 from conftest import submodule
-from decoding import FAMILIES, NEW, generate, on_every_device, padded, tiny
+from decoding import FAMILIES, NEW, generate, lively, on_every_device, padded, served, tiny
 from test_late import Generates
 
 transformers = pytest.importorskip("transformers")
@@ -47,12 +47,6 @@ def made(monkeypatch):
     return calls
 
 
-def served(name, device, **changes):
-    model = tiny(name, device, **changes)
-    assert graphs.serve_graphs(model).reason is None
-    return model
-
-
 def without(model):
     """The same model whose positions and masks transformers makes."""
     other = copy.deepcopy(model)
@@ -87,7 +81,7 @@ def test_inputs_are_those_of_transformers(graph, inputs, made, name, device, bat
 @on_every_device
 def test_tokens(graph, made, device, implementation):
     """Masks of booleans and of floats."""
-    model = served("gemma3_text", device, initializer_range=0.4)
+    model = lively("gemma3_text", device)
     model.set_attn_implementation(implementation)
     ids, mask = padded(3, 9, device)
     expected = generate(model, ids, graphed=False, attention_mask=mask)
@@ -124,7 +118,7 @@ def test_a_token_that_is_no_replay_gets_them_too(graph, device, happens):
     found = []
     ids, mask = padded(2, 9, device)
     for graphed in (False, True):
-        model = served("llama", device, initializer_range=0.4)
+        model = lively("llama", device)
         processor = Changes(lambda model=model: happens(model))
         words = {"attention_mask": mask, "logits_processor": [processor]}
         with torch.no_grad():
@@ -141,7 +135,7 @@ def interrupts():
 @on_every_device
 def test_two_prompts_on_one_cache(graph, device):
     """The first is interrupted right behind a replay."""
-    model = served("llama", device, initializer_range=0.4)
+    model = lively("llama", device)
     ids, found = padded(1, 9, device)[0], []
     for graphed in (False, True):
         cache = transformers.StaticCache(config=model.config, max_cache_len=64)
@@ -166,7 +160,7 @@ def every_second(*args, own=masking_utils.create_masks_for_generate, **options):
 def test_masks_that_do_not_follow(graph, device, monkeypatch):
     for module in (masking_utils, transformers.generation.utils):
         monkeypatch.setattr(module, "create_masks_for_generate", every_second)
-    model = served("llama", device, initializer_range=0.4)
+    model = lively("llama", device)
     ids, mask = padded(2, 9, device)
     expected = generate(model, ids, graphed=False, attention_mask=mask)
     assert torch.equal(generate(model, ids, attention_mask=mask), expected)

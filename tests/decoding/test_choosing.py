@@ -7,7 +7,7 @@ import decoding
 import pytest
 import torch
 from conftest import submodule
-from decoding import generate, on_every_device, padded, tiny
+from decoding import generate, lively, on_every_device, own, padded, random_state
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -49,24 +49,13 @@ def chosen(monkeypatch):
     return found
 
 
-def served(name, device):
-    model = tiny(name, device, initializer_range=0.4)
-    assert submodule("decoding.graphs").serve_graphs(model).note == "CUDA graph"
-    return model
-
-
-def state(device):
-    return torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state()
-
-
 def both(model, ids, seed, **options):
     """transformers' own generate and ours, each with the random state after it."""
     found = []
-    for way in (type(model).generate.__get__(model), model.generate):
+    for each in (own(model), model):
         torch.manual_seed(seed)
-        one = type("Model", (), {"generate": staticmethod(way)})
-        out = generate(one, ids, graphed=True, pad_token_id=0, max_new_tokens=20, **options)
-        found += [out, state(ids.device.type)]
+        out = generate(each, ids, graphed=True, pad_token_id=0, max_new_tokens=20, **options)
+        found += [out, random_state(ids)]
     return found
 
 
@@ -77,7 +66,7 @@ def test_tokens_of_a_seed(graph, chosen, device, case, forced):
     if forced and (device == "cuda" or case not in KNOWN):
         pytest.skip("the kernels themselves, or none")
     options = {**KNOWN, **CAPTURED, **LEFT}[case]
-    model = served("llama", device)
+    model = lively("llama", device)
     ids, mask = padded(3, 9, device)
     by = dispatch.force("reference") if forced else contextlib.nullcontext()
     with by:
@@ -101,14 +90,12 @@ def test_tokens_of_a_seed(graph, chosen, device, case, forced):
 def test_the_cache_and_the_logits_after(graph, chosen, device, name):
     """A cache of the caller's holds what transformers' does, also for a call that goes on with it
     by other processors, and for one that is reset."""
-    model = served(name, device)
+    model = lively(name, device)
     ids, mask = padded(1, 9, device)
     name = submodule("decoding.caches").cache_name(model)
     outs = []
-    for own in (True, False):
+    for way in (own(model), model):
         cache = transformers.StaticCache(config=model.config, max_cache_len=80)
-        one = type(model).generate.__get__(model) if own else model.generate
-        way = type("Model", (), {"generate": staticmethod(one)})
         torch.manual_seed(0)
         given, found = ids, []
         for options in (DRAWN, DRAWN, {**DRAWN, "temperature": 2.0}, {"repetition_penalty": 1.5}):
@@ -120,7 +107,7 @@ def test_the_cache_and_the_logits_after(graph, chosen, device, name):
             with torch.no_grad():
                 found.append(given)
         logits = model(given[:, -1:], **{name: cache}).logits
-        outs.append([*found, logits, state(device)])
+        outs.append([*found, logits, random_state(ids)])
     for theirs, ours in zip(*outs):
         assert torch.equal(theirs, ours)
     assert len({id(each) for each in chosen}) >= 3
@@ -130,7 +117,7 @@ def test_the_cache_and_the_logits_after(graph, chosen, device, name):
 def test_scores_that_are_no_distribution(graph, device):
     if device == "cuda":
         pytest.skip("a failed assertion ends the context")
-    model = served("llama", device)
+    model = lively("llama", device)
     ids, mask = padded(1, 9, device)
     own = type(model).forward
 

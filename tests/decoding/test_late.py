@@ -15,7 +15,7 @@ import decoding
 import pytest
 import torch
 from conftest import submodule
-from decoding import NEW, generate, on_every_device, padded, tiny
+from decoding import NEW, generate, lively, on_every_device, own, padded, random_state, tiny
 from emulated_graph import EmulatedGenerator
 
 transformers = pytest.importorskip("transformers")
@@ -63,13 +63,6 @@ def tokenizer():
     return transformers.PreTrainedTokenizerFast(tokenizer_object=found, pad_token="a")
 
 
-def lively(name, device):
-    """A model whose tokens differ, and that decodes by graphs."""
-    model = tiny(name, device, initializer_range=0.4)
-    assert submodule("decoding.graphs").serve_graphs(model).reason is None
-    return model
-
-
 def theirs(model, ids, graphed=False, **options):
     return generate(own(model), ids, graphed=graphed, **options)
 
@@ -77,17 +70,6 @@ def theirs(model, ids, graphed=False, **options):
 def theirs_to_the_bit(model, ids, **options):
     """On a GPU libraries may choose other kernels where they are captured."""
     return theirs(model, ids, graphed=ids.is_cuda, **options)
-
-
-def own(model):
-    """Something whose generate is transformers', with its own loop."""
-    return types.SimpleNamespace(
-        generate=lambda *args, **options: type(model).generate(model, *args, **options)
-    )
-
-
-def random_state(ids):
-    return torch.cuda.get_rng_state() if ids.is_cuda else torch.get_rng_state()
 
 
 def ends(model, ids, mask):

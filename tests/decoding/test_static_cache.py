@@ -5,19 +5,13 @@ import decoding
 import pytest
 import torch
 from conftest import submodule
-from decoding import WIDER, on_every_device, padded, tiny
+from decoding import WIDER, lively, on_every_device, padded, tiny
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
 device, graph = decoding.device, decoding.graph  # fixtures
 NEW = 20
 SIZES = {name: size for name, size in WIDER.items() if not name.startswith("linear")}
-
-
-def served(name, device, **changes):
-    model = tiny(name, device, initializer_range=0.4, **changes)
-    assert submodule("decoding.graphs").serve_graphs(model).reason is None
-    return model
 
 
 def plain(model, ids, **options):
@@ -47,7 +41,7 @@ def as_made(model):
 @pytest.mark.parametrize("batch", [1, 4])
 @on_every_device
 def test_tokens_are_replays(kernel, graph, name, device, batch):
-    model = served(name, device)
+    model = lively(name, device)
     ids, mask = padded(batch, 9, device)
     found = plain(model, ids, attention_mask=mask)
     assert graph.captures == 1 and graph.replays >= NEW - 3
@@ -67,7 +61,7 @@ def test_tokens_are_replays(kernel, graph, name, device, batch):
 )
 @on_every_device
 def test_ways_to_decode(kernel, graph, device, options):
-    model = served("llama", device)
+    model = lively("llama", device)
     ids, _ = padded(1, 9, device)
     torch.manual_seed(1)
     found = plain(model, ids, **options)
@@ -94,7 +88,7 @@ LEFT = {
 @pytest.mark.parametrize("why", LEFT)
 @on_every_device
 def test_other_calls_have_the_cache_that_they_had(kernel, graph, device, monkeypatch, why):
-    model = served("llama", device)
+    model = lively("llama", device)
     ids, _ = padded(2, 9, device)
     out = plain(model, ids, **LEFT[why](model))
     assert graph.captures == 0
@@ -107,7 +101,7 @@ def test_other_calls_have_the_cache_that_they_had(kernel, graph, device, monkeyp
 def test_what_does_not_pay_or_fit(kernel, graph, device, monkeypatch, limit, value):
     """A long prompt for few tokens, and a cache that takes much of the device's memory."""
     monkeypatch.setattr(submodule("decoding.static_cache"), limit, value)
-    model = served("llama", device)
+    model = lively("llama", device)
     ids, _ = padded(2, 9, device)
     found = plain(model, ids)
     assert graph.captures == 0
@@ -118,7 +112,7 @@ def test_what_does_not_pay_or_fit(kernel, graph, device, monkeypatch, limit, val
 @on_every_device
 def test_windows_that_fill(kernel, graph, device, window, captures):
     """After the prompt, later, and never."""
-    model = served("gemma2", device, sliding_window=window)
+    model = lively("gemma2", device, sliding_window=window)
     ids, _ = padded(1, 9, device)
     found = plain(model, ids)
     assert graph.captures == captures
@@ -143,7 +137,7 @@ def test_kernels_of_full_windows(kernel, graph, device, name, window, captures):
 
 @on_every_device
 def test_the_model_and_its_configuration_stay(kernel, graph, device):
-    model = served("llama", device)
+    model = lively("llama", device)
     before = model.generation_config.to_dict()
     ids, _ = padded(1, 9, device)
     plain(model, ids)
