@@ -183,15 +183,20 @@ def logits(model, ids, **arguments):
         return model(ids, **arguments).logits
 
 
+def in_parts(model, ids, lengths):
+    """The logits of a prompt that is handed over in parts, with a cache between them."""
+    outputs, cache = [], None
+    with torch.no_grad():
+        for part in ids.split(lengths, dim=1):
+            output = model(part, past_key_values=cache, use_cache=True)
+            outputs.append(output.logits)
+            cache = output.past_key_values
+    return torch.cat(outputs, 1)
+
+
 def in_use(model):
     """The logits of a prompt and of two tokens after it."""
-    ids, outputs, cache = tokens(2, 12), [], None
-    with torch.no_grad():
-        for part in ids.split([10, 1, 1], dim=1):
-            out = model(part, past_key_values=cache, use_cache=True)
-            outputs.append(out.logits)
-            cache = out.past_key_values
-    return torch.cat(outputs, 1)
+    return in_parts(model, tokens(2, 12), [10, 1, 1])
 
 
 def assert_same(out, ref):

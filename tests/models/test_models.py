@@ -16,6 +16,7 @@ from tiny_models import (
     WITH_GDN,
     assert_same,
     assert_same_gradients,
+    in_parts,
     logits,
     pair,
     random_model,
@@ -44,17 +45,6 @@ def test_logits(built, name, device, padding):
     mask[0, :padding] = 0
     out, ref = (logits(m, ids, attention_mask=mask) for m in (served, model))
     assert_same(out[mask.bool()], ref[mask.bool()])
-
-
-def in_parts(model, ids, lengths):
-    """The logits of a prompt that is handed over in parts, with a cache between them."""
-    outputs, cache = [], None
-    with torch.no_grad():
-        for part in ids.split(lengths, dim=1):
-            output = model(part, past_key_values=cache, use_cache=True)
-            outputs.append(output.logits)
-            cache = output.past_key_values
-    return torch.cat(outputs, 1)
 
 
 @every_kind
