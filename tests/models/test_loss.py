@@ -1,5 +1,5 @@
-"""Tests of serve_loss: training steps without logits beside the model's own, and calls that are not
-for it."""
+"""Losses of models beside their own: serve_loss's, of steps without logits, and calls that are not
+for it; the loss by a kernel on logits."""
 
 import copy
 import inspect
@@ -44,7 +44,8 @@ def batch(model) -> dict:
 def step(model, share=1, **options):
     model.zero_grad()
     out = model(**{**batch(model), **options})
-    (out.loss / share).backward()
+    if out.loss.requires_grad:
+        (out.loss / share).backward()
     return out, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
@@ -485,3 +486,69 @@ def test_left_alone():
 
     model.__class__ = Other
     assert "is not that of transformers" in loss.serve_loss(model.named_modules()).reason
+
+
+# -- by a kernel on the model's logits
+
+
+@pytest.fixture
+def by_kernel(monkeypatch):
+    """The calls of the operation, which kernels or the reference compute."""
+    operation, found = submodule("loss.ops").CROSS_ENTROPY, []
+
+    def spy(tensors, options):
+        found.append(options)
+        return operation(tensors, options)
+
+    monkeypatch.setattr(submodule("layers.hub_functions"), "CROSS_ENTROPY", spy)
+    monkeypatch.setattr(submodule("models.loss").dispatch, "serves", lambda *call: True)
+    return found
+
+
+SHIFTED = {"shift_labels": torch.arange(22).view(2, 11)}
+
+
+@pytest.mark.parametrize("options", [{}, {"num_items_in_batch": 7}, SHIFTED])
+@pytest.mark.parametrize("grad", [True, False])
+def test_by_a_kernel(kernel, device, by_kernel, options, grad):
+    """Of a copy, too."""
+    model, options = (
+        tiny().to(device),
+        {k: torch.as_tensor(x).to(device) for k, x in options.items()},
+    )
+    with torch.set_grad_enabled(grad):
+        before, gradients = step(model, **options)
+        report = kernel.kernelize(model, only=["loss"])
+        assert [(row.kind, row.layer) for row in report.served] == [("LlamaForCausalLM", "loss")]
+        for each in (model, copy.deepcopy(model)):
+            after, found = step(each, **options)
+            assert by_kernel.pop() == (-100, "num_items_in_batch" not in options) and not by_kernel
+            assert_close(after.loss, before.loss)
+            assert torch.equal(after.logits, before.logits)
+            assert gradients.keys() == found.keys()
+            for name, gradient in gradients.items():
+                assert relative_error(found[name], gradient) < 1e-5, name
+        assert kernel.restore(model) == 1 and type(model) is transformers.LlamaForCausalLM
+        assert torch.equal(step(model, **options)[0].loss, before.loss) and not by_kernel
+
+
+def test_where_another_loss_is_computed(kernel, device, by_kernel, monkeypatch):
+    model = tiny().to(device)
+    kernel.kernelize(model, only=["loss"])
+
+    def half(logits, labels, **options):
+        return logits.float().mean() / 2
+
+    model.loss_function = half
+    out = step(model)[0]
+    assert torch.equal(out.loss, out.logits.mean() / 2) and not by_kernel
+    del model._loss_function
+    with monkeypatch.context() as patch:
+        patch.setattr(submodule("models.loss").dispatch, "serves", lambda *call: False)
+        assert step(model)[0].loss > 0 and not by_kernel
+    monkeypatch.setattr(F, "cross_entropy", lambda x, *args, **kwargs: x.sum() * 0 + 5)
+    assert step(model)[0].loss == 5 and not by_kernel
+    monkeypatch.undo()
+    other = tiny().to(device)
+    other.loss_function = half
+    assert not kernel.kernelize(other, only=["loss"]).rows
