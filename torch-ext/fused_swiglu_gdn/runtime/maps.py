@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .cache import Bound
 
-LIMIT = 64  # addresses kept by one Map: half a KB each
+LIMIT = 256  # addresses kept by one Map, more than the layers of a model: half a KB each
 BOUND = Bound(32768)  # by all of them
 
 

@@ -34,7 +34,7 @@ _CALL = nn.Module.__call__
 
 
 class _Looked(threading.local):
-    """What a decoder layer has found unchanged, while a part of it is called."""
+    """The class of FP8Linears that a decoder layer has found unchanged, while it calls a part."""
 
     at: Optional[Pinned] = None
 
