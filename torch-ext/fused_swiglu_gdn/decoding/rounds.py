@@ -207,8 +207,8 @@ class Round(Replayed):
 
     def _run(self) -> None:
         if self.graph is not None:
-            if self.checked or self._holds():
-                return self._replay()
+            if (self.checked or self._holds()) and self._replay():
+                return
             self.drop()
         inputs = {**self.inputs(self.ids), IDS: self.ids}
         reason = why_not_now(self.device) or self.reason or why_not_model(self.model)
@@ -261,7 +261,7 @@ class Round(Replayed):
         if self.reason is not None:
             return self._verify(inputs)
         self.static, self.made, self.modes = static, made, self._modes()
-        return self._replay()
+        self._replay()
 
     def _modes(self) -> tuple:
         return Graph.place(self.device), torch.is_inference_mode_enabled()
@@ -269,14 +269,19 @@ class Round(Replayed):
     def _holds(self) -> bool:
         return self.modes == self._modes() and self.holds(self.cache, self.device)
 
-    def _replay(self) -> None:
+    def _replay(self) -> bool:
+        """Replays the graph; returns False where transformers' inputs have another shape now."""
         if self.static is not None:
             new = _parts({**self.inputs(self.ids), IDS: self.ids})[0]
-            for (_, mine), (_, x) in zip(_parts(self.static)[0], new):
+            pairs = [(mine, x) for (_, mine), (_, x) in zip(_parts(self.static)[0], new)]
+            if any(mine.shape != x.shape for mine, x in pairs):
+                return False
+            for mine, x in pairs:
                 if mine is not x:
                     mine.copy_(x)
         self.graph.replay()
         self.replays += 1
+        return True
 
     def drop(self) -> None:
         super().drop()
