@@ -430,6 +430,162 @@ def test_hooks(kernel, graph, device):  # noqa: F811
     assert [seen.count(x) for x in ("layer", "gradient", "mlp")] == [8, 8, 8]
 
 
+class Scaled(torch.nn.Module):
+    """SiLU times a number that is a parameter, a buffer or a tensor of its own."""
+
+    def __init__(self, kind):
+        super().__init__()
+        if kind == "parameter":
+            self.scale = torch.nn.Parameter(torch.ones(1))
+        elif kind == "buffer":
+            self.register_buffer("scale", torch.ones(1))
+        else:
+            self.scale = torch.ones(1)
+
+    def forward(self, x):
+        return torch.nn.functional.silu(x) * self.scale
+
+
+def doubled(module, *gradients):
+    return (gradients[0][0] * 2,)
+
+
+def transposed(layer):
+    layer.self_attn.q_proj.weight.data = layer.self_attn.q_proj.weight.data.t()
+
+
+def another(layer):
+    layer.mlp.act_fn.scale = torch.nn.Parameter(layer.mlp.act_fn.scale.data)
+
+
+def trained(layer):
+    layer.mlp.act_fn.scale.requires_grad_()
+
+
+# what is done to a layer that has replayed -> what its activation multiplies with
+CHANGES = {
+    "hook": (None, lambda layer: layer.mlp.register_full_backward_hook(doubled)),
+    "pre_hook": (None, lambda layer: layer.mlp.up_proj.register_full_backward_pre_hook(doubled)),
+    "transposed": (None, transposed),
+    "parameter": ("parameter", another),
+    "buffer": ("buffer", trained),
+    "tensor": ("tensor", trained),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_gradients_read_changes(kernel, device, change):  # noqa: F811
+    """Hooks of gradients, strides, and tensors of one equal value at the same address."""
+    kind, after = CHANGES[change]
+    models, found = pair(kernel, device), []
+    layers = [m.model.layers[0] for m in models]
+    for layer in layers:
+        if kind is not None:
+            layer.mlp.act_fn = Scaled(kind).to(layer.mlp.up_proj.weight)
+            if kind == "tensor":  # which .to() leaves where it was
+                layer.mlp.act_fn.scale = torch.ones(1).to(layer.mlp.up_proj.weight.detach())
+    for i in range(4):
+        same(*[step(m, batch(m, seed=i)) for m in models])
+    for layer in layers:
+        after(layer)
+    for i in range(4):
+        same(*[step(m, batch(m, seed=i)) for m in models])
+        found = [layer.mlp.act_fn.scale.grad for layer in layers if kind is not None]
+        assert not found or torch.equal(*found)
+
+
+@pytest.mark.parametrize("kind", ["buffer", "tensor"])
+def test_buffers_that_change_before_the_backward(kernel, device, kind):  # noqa: F811
+    models = pair(kernel, device)
+    for model in models:
+        mlp = model.model.layers[0].mlp
+        mlp.act_fn = Scaled(kind)
+        mlp.act_fn.scale = torch.ones(1).to(mlp.up_proj.weight.detach())
+    alike(models, 3)
+    for model in models:
+        ids = batch(model)
+        loss = model(ids, labels=ids, use_cache=False).loss
+        with torch.no_grad():
+            model.model.layers[0].mlp.act_fn.scale.mul_(3)
+        with pytest.raises(RuntimeError, match="inplace operation"):
+            loss.backward()
+
+
+def test_tensors_that_a_forward_writes(kernel, device):  # noqa: F811
+    """Rehearsals leave them as they were."""
+
+    class Counting(Scaled):
+        def forward(self, x):
+            self.scale += 1
+            return torch.nn.functional.silu(x)
+
+    models = pair(kernel, device)
+    for model in models:
+        model.model.layers[0].mlp.act_fn = Counting("tensor")
+        model.model.layers[0].mlp.act_fn.scale = torch.ones((), device=device)
+    alike(models, 5)
+    assert [m.model.layers[0].mlp.act_fn.scale.item() for m in models] == [6, 6]
+
+
+def test_layers_that_are_unfrozen(kernel, graph, device):  # noqa: F811
+    models = pair(kernel, device)
+    for model in models:
+        model.requires_grad_(False)
+        model.model.layers[1].requires_grad_(True)
+    alike(models, 4)
+    assert graph.captures == 2
+    for model in models:
+        model.model.layers[0].requires_grad_(True)
+    alike(models, 4)
+    assert graph.captures == 2 * 3
+
+
+def test_ways_to_multiply_fp32(kernel, graph, device):  # noqa: F811
+    """torch answers one of its questions, depending on how it was set."""
+    matmul = torch.backends.cuda.matmul
+    if not hasattr(matmul, "fp32_precision"):
+        pytest.skip("torch has one way")
+    models, before = pair(kernel, device), matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "tf32"
+        alike(models, 4)
+        assert graph.captures == 2 * LAYERS
+        matmul.fp32_precision = "ieee"
+        alike(models, 3)
+        assert graph.captures == 2 * 2 * LAYERS
+    finally:
+        matmul.fp32_precision = before
+
+
+def test_attention_of_torch_that_is_patched(kernel, device, monkeypatch):  # noqa: F811
+    models, F = pair(kernel, device), torch.nn.functional
+    alike(models, 4)
+    torchs = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **k: 2 * torchs(*a, **k))
+    alike(models, 4)
+
+
+def test_packed_sequences(kernel, device):  # noqa: F811
+    """Where they begin is read anew in each step.
+
+    On a CPU GDN's reference reads it by tolist, which an emulated graph does not see.
+    """
+    models = pair(kernel, device, "qwen3_5_text" if device == "cuda" else "llama")
+    T = 128 if device == "cuda" else 18
+    for i, cut in enumerate((4, 4, 4, 4, 9, 2, 17, 9)):
+        cu = torch.tensor([0, cut, T], dtype=torch.int32, device=device)
+        index = (torch.arange(T, device=device)[None] >= cut).int()
+        positions = torch.arange(T, device=device)[None] - index * cut
+        found = []
+        for model in models:
+            found.append(step(
+                model, tokens(1, T, seed=i).to(device), position_ids=positions, seq_idx=index,
+                cu_seq_lens_q=cu, cu_seq_lens_k=cu, max_length_q=T, max_length_k=T,
+            ))  # fmt: skip
+            model.zero_grad()
+        same(*found)
+
+
 def test_outputs_that_are_recorded(kernel, device):  # noqa: F811
     models = pair(kernel, device)
     for i in range(5):

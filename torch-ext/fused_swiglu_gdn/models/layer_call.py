@@ -85,6 +85,31 @@ def why_not(watch: ModelWatch, device: torch.device) -> Optional[str]:
     return None
 
 
+class LayerState:
+    """The facts of tensors and hooks that gradients depend on, beside those of a ModelWatch."""
+
+    def __init__(self, watch: ModelWatch):
+        layer, *parts = watch.modules
+        self.tables = [t for m in watch.modules for t in (m._parameters, m._buffers)]
+        self.held = [x for _, _, x in watch.held]
+        self.hooks = [t for m in parts for t in (m._backward_hooks, m._backward_pre_hooks)]
+        self.before = self._facts()
+
+    def _facts(self) -> list:
+        found = [x for table in self.tables for x in table.values()] + self.held
+        # an equal number may be another parameter, and a transposed weight is where it was
+        return [
+            (id(x), x.requires_grad, x.stride(), hasattr(x, "main_grad"))
+            for x in found
+            if x is not None
+        ]
+
+    def holds(self) -> bool:
+        """True if tensors are the same and trained as before, and no part has a hook for its
+        gradients."""
+        return not any(self.hooks) and self._facts() == self.before
+
+
 @contextlib.contextmanager
 def stand_ins(modules: List[nn.Module]):
     """Gives modules other parameters on the same memory, by the ids of their own ones.

@@ -20,7 +20,7 @@ from ..decoding.capture import Graph
 from ..decoding.watch import ModelWatch
 from ..runtime.operation import keeps_graph
 from ..runtime.ops import last_derivative
-from .layer_call import Eager, filled, leaves_of, stand_ins, why_not
+from .layer_call import Eager, LayerState, filled, leaves_of, stand_ins, why_not
 
 # Relative difference of a replay from the eager layer beyond which it computes something else:
 # sums of cuDNN's and torch's attention may have another order each time
@@ -103,8 +103,9 @@ class LayerStep:
         parts = [(m._parameters.values(), m._buffers.values()) for m in self.watch.modules]
         self.params = _distinct([x for params, _ in parts for x in params])
         self.buffers = _distinct([x for _, buffers in parts for x in buffers])
-        self.flags = [p.requires_grad for p in self.params]
-        self.places = [p.data_ptr() for p in self.params]
+        self.read = [*self.params, *self.buffers, *[x for _, _, x in self.watch.held]]
+        self.places = [x.data_ptr() for x in self.read]
+        self.state = LayerState(self.watch)
         self.static = [x.detach().clone().requires_grad_(x.requires_grad) for x in tensors]
         self.mixed = torch.autocast(
             device.type, torch.get_autocast_dtype(device.type), cache_enabled=False,
@@ -161,12 +162,12 @@ class LayerStep:
             self.dy = y.detach().clone()
             return [y.detach(), *self._gradients(y, leaves)]
 
-        written = (*self.static, *self.params, *self.buffers)
-        before = [x._version for x in written], [x.detach().clone() for x in self.buffers]
+        written, state = (*self.static, *self.read), self.read[len(self.params) :]
+        before = [x._version for x in written], [x.detach().clone() for x in state]
         y, *found = Graph(self.device).run(step)
         if [x._version for x in written] != before[0]:
             with torch.no_grad():
-                for x, old in zip(self.buffers, before[1]):
+                for x, old in zip(state, before[1]):
                     x.copy_(old)
             raise Eager("it writes into its input, its weights or its buffers")
         pairs = [(g, x) for g, x in zip(found, leaves) if g is not None]
@@ -183,7 +184,7 @@ class LayerStep:
 
     def holds(self) -> bool:
         """True if the layer is as it was at the capture."""
-        return [p.requires_grad for p in self.params] == self.flags and self.watch.holds()
+        return self.state.holds() and self.watch.holds()
 
     def take(self) -> Optional[Ticket]:
         """A ticket for a forward, or None while what the last one has kept may be needed."""
@@ -208,9 +209,9 @@ class LayerStep:
                 _generators(self.device)[-1].set_state(ticket.random)
             self.forward.replay()
 
-    def gradients(self, dy: Tensor, ticket: Ticket, params: tuple) -> list:
+    def gradients(self, dy: Tensor, ticket: Ticket, read: tuple) -> list:
         """Gradients of the arguments and parameters that are trained, in new memory."""
-        if [p.data_ptr() for p in params] != self.places:
+        if [x.data_ptr() for x in read] != self.places:
             raise RuntimeError(
                 "kernelize(model, training_graphs=True): a weight has moved to other memory "
                 "between a forward and its backward pass"
@@ -240,7 +241,7 @@ class _Replay(torch.autograd.Function):
             ticket.random = _generators(step.device)[-1].get_state()
         torch._foreach_copy_(step.static, tensors)
         step.forward.replay()
-        ctx.save_for_backward(*step.params)  # autograd says where one is changed before its use
+        ctx.save_for_backward(*step.read)  # autograd says where one is changed before its use
         return step.y.clone()
 
     @staticmethod

@@ -10,9 +10,11 @@ import logging
 import sys
 import threading
 import weakref
+from itertools import chain
 from typing import Callable, List, Optional
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from ..decoding.capture import Graph
@@ -82,7 +84,7 @@ class LayerGraphs:
         if Graph.why_not(device) is not None or Graph.busy():
             return None, None, tensors
         step = self._known((key, _modes(device)))
-        if step is None and self.met > WARM and not self.eager:
+        if step is None and self.met > WARM and not self.eager and _trains(layer, tensors):
             step = self._captured(layer, call, args, kwargs, tensors)
         return step, None if step is None else step.take(), tensors
 
@@ -138,8 +140,20 @@ def _modes(device: torch.device) -> tuple:
         Graph.place(device), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind),
         dispatch.forced, torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(),
         C._get_flash_sdp_enabled(), C._get_mem_efficient_sdp_enabled(), C._get_math_sdp_enabled(),
-        C._get_cudnn_sdp_enabled(), C._get_cublas_allow_tf32(),
+        C._get_cudnn_sdp_enabled(), _fp32_products(), F.scaled_dot_product_attention,
     )  # fmt: skip
+
+
+def _fp32_products() -> object:
+    """How torch multiplies fp32: torch refuses one of its two questions, depending on how it was
+    set."""
+    ask = getattr(torch._C, "_get_fp32_precision_getter", None)
+    return torch._C._get_cublas_allow_tf32() if ask is None else ask("cuda", "matmul")
+
+
+def _trains(layer: nn.Module, tensors: list) -> bool:
+    """True if the layer has gradients to compute."""
+    return any([x.requires_grad for x in chain(tensors, layer.parameters())])
 
 
 @functools.cache
