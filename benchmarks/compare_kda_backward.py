@@ -12,6 +12,8 @@ terms' squares. While other processes compile what of FLA is timed, ours is comp
 are taken; what of FLA does not begin within --seconds is left out.
 """
 
+import contextlib
+import subprocess
 import time
 from functools import partial
 from typing import Iterator
@@ -165,7 +167,9 @@ def rows(package, options):
     problems = {gates: problem(package, gates) for gates in (*ERRORS, *RAW)}
     found = {gates: {"errors": gates, **errors(x, *ours)} for gates, x in problems.items()}
     for worker in workers:
-        worker.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            worker.wait(max(options.of_fla - (time.perf_counter() - began), 0))
+        worker.terminate()  # what has no time is left out below
     for name in SHAPES:
         yield from timed(name, *ours)
         for peer in in_time(name):
