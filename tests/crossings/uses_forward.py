@@ -1,6 +1,7 @@
 """Uses of a model's forward: inputs, masks, caches, dtypes, hooks, copies, compilers, threads."""
 
 import concurrent.futures
+import contextlib
 import copy
 import pickle
 
@@ -8,6 +9,7 @@ import torch
 from sides import use
 from tiny_models import logits
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 
 def layers_of(model):
@@ -15,6 +17,21 @@ def layers_of(model):
 
 
 # ---- what goes in
+
+
+def prompt(name, after=None, before=None, around=contextlib.nullcontext, **facts):
+    """Logits of a model that is changed before it is kernelized or after."""
+
+    @use(name, **facts)
+    def run(s):
+        model = s.make()
+        if before is not None:
+            before(model)
+        s.serve(model)
+        if after is not None:
+            after(model)
+        with around():
+            return logits(model, s.ids())
 
 
 use("a prompt")(lambda s: logits(s.served(), s.ids()))
@@ -80,24 +97,20 @@ def far(s):
         return model(inputs_embeds=wide.copy_(x)).logits
 
 
-@use("weights with strides of their own")
-def turned(s):
-    model = s.make()
+def turned(model):
     for module in model.modules():
         if type(module) is nn.Linear:
             module.weight.data = module.weight.data.t().contiguous().t()
-    return logits(s.serve(model), s.ids())
 
 
-@use("weights that are expanded")
-def expanded(s):
-    model = s.make()
+def expanded(model):
     for p in model.parameters():
         if p.ndim == 1 and p.is_floating_point():
             p.data = p.data[:1].expand(p.shape)
-    return logits(s.serve(model), s.ids())
 
 
+prompt("weights with strides of their own", before=turned)
+prompt("weights that are expanded", before=expanded)
 use("no rows")(lambda s: logits(s.served(), s.ids()[:0]))
 
 
@@ -128,18 +141,8 @@ def attentions(s):
         return s.serve(model)(s.ids(), output_attentions=True).attentions
 
 
-@use("eager attention set afterwards")
-def eager(s):
-    model = s.served()
-    model.set_attn_implementation("eager")
-    return logits(model, s.ids())
-
-
-@use("flex attention", gpus=1)
-def flex(s):
-    model = s.served()
-    model.set_attn_implementation("flex_attention")
-    return logits(model, s.ids())
+prompt("eager attention set afterwards", lambda model: model.set_attn_implementation("eager"))
+prompt("flex attention", lambda model: model.set_attn_implementation("flex_attention"), gpus=1)
 
 
 @use("a classifier of sequences")
@@ -172,28 +175,29 @@ def steps(model, ids, cache, count=4):
     return [found, cache]
 
 
-@use("tokens on a dynamic cache")
-def dynamic(s):
+def cached(s, kind="DynamicCache", **size):
+    """A model, and a cache for it."""
     import transformers
 
     model = s.served()
-    return steps(model, s.ids(), transformers.DynamicCache(config=model.config))
+    return model, getattr(transformers, kind)(config=model.config, **size)
+
+
+@use("tokens on a dynamic cache")
+def dynamic(s):
+    model, cache = cached(s)
+    return steps(model, s.ids(), cache)
 
 
 @use("tokens on a static cache")
 def static(s):
-    import transformers
-
-    model = s.served()
-    return steps(model, s.ids(), transformers.StaticCache(config=model.config, max_cache_len=16))
+    model, cache = cached(s, "StaticCache", max_cache_len=16)
+    return steps(model, s.ids(), cache)
 
 
 @use("a cache that changes its rows")
 def rows(s):
-    import transformers
-
-    model = s.served()
-    cache = transformers.DynamicCache(config=model.config)
+    model, cache = cached(s)
     first = steps(model, s.ids(), cache, 2)
     cache.reorder_cache(torch.tensor([1, 0], device=s.device))
     second = steps(model, s.ids(seed=1), cache, 2)
@@ -203,10 +207,7 @@ def rows(s):
 
 @use("a cache that is cropped")
 def cropped(s):
-    import transformers
-
-    model = s.served()
-    cache = transformers.DynamicCache(config=model.config)
+    model, cache = cached(s)
     steps(model, s.ids(), cache, 2)
     cache.crop(-3)
     return steps(model, s.ids(seed=1), cache, 2)
@@ -214,10 +215,7 @@ def cropped(s):
 
 @use("a cache that is copied")
 def cache_copied(s):
-    import transformers
-
-    model = s.served()
-    cache = transformers.DynamicCache(config=model.config)
+    model, cache = cached(s)
     steps(model, s.ids(), cache, 2)
     other = copy.deepcopy(cache)
     return [steps(model, s.ids(seed=1), cache, 2), steps(model, s.ids(seed=2), other, 2)]
@@ -268,14 +266,16 @@ def made_in_inference(s):
         return model(s.ids()).logits.clone()
 
 
-@use("deterministic algorithms on poisoned memory")
-def deterministic(s):
-    model = s.served()
+@contextlib.contextmanager
+def deterministic():
     torch.use_deterministic_algorithms(True)
     try:
-        return logits(model, s.ids())
+        yield
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+prompt("deterministic algorithms on poisoned memory", around=deterministic)
 
 
 @use("another default dtype")
@@ -288,24 +288,13 @@ def default_dtype(s):
         torch.set_default_dtype(torch.float32)
 
 
-@use("a counter of operations")
-def counter(s):
-    from torch.utils.flop_counter import FlopCounterMode
-
-    model = s.served()
-    with FlopCounterMode(display=False):
-        return logits(model, s.ids())
+class Mode(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
 
 
-@use("a mode of torch functions")
-def function_mode(s):
-    class Mode(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            return function(*args, **(kwargs or {}))
-
-    model = s.served()
-    with Mode():
-        return logits(model, s.ids())
+prompt("a counter of operations", around=lambda: FlopCounterMode(display=False))
+prompt("a mode of torch functions", around=Mode)
 
 
 @use("a default device")
@@ -381,12 +370,12 @@ def global_hook(s):
         handle.remove()
 
 
-@use("hooks that were there before")
-def hooks_before(s):
-    model = s.make()
+def hooked_before(model):
     for part in (*named("up_proj", "norm")(model), layers_of(model)[0]):
         part.register_forward_hook(lambda module, args, out: scaled(out))
-    return logits(s.serve(model), s.ids())
+
+
+prompt("hooks that were there before", before=hooked_before)
 
 
 @use("hooks that are gone again")
