@@ -305,24 +305,6 @@ def test_what_is_written_has_memory_for_each_element(kernel, what, name):
         written(kernel, what)
 
 
-NESTED = torch.nested.nested_tensor([torch.ones(1, 4), torch.ones(3, 4)])
-
-
-@pytest.mark.parametrize("call, name, x, kind", [
-    (swiglu, "x", torch.ones(2, 4).to_sparse(), "torch.sparse_coo"),
-    (swiglu, "w_gate", torch.ones(3, 4).to_sparse(), "torch.sparse_coo"),
-    (mlp, "w_up", torch.ones(3, 4).to_sparse_csr(), "torch.sparse_csr"),
-    (norm, "weight", torch.ones(4).to_sparse(), "torch.sparse_coo"),
-    (gate, "a", torch.ones(2, 4).to_sparse(), "torch.sparse_coo"),
-    (swiglu, "x", NESTED, "a nested one"), (norm, "x", NESTED, "a nested one"),
-])  # fmt: skip
-def test_tensors_without_strides(kernel, call, name, x, kind):
-    """Also where a dense one of the same shape has passed."""
-    call()(kernel)
-    with pytest.raises(TypeError, match=f"^{name} must be a dense torch.Tensor, got {kind}"):
-        call(**{name: x})(kernel)
-
-
 @pytest.mark.parametrize("call, name, good, bad", [
     (chunk, "scale", [1, 1.0], True), (recurrent, "scale", [1, 1.0], True),
     (norm, "eps", [1, 1.0, 0], True), (norm, "eps", [0, 0.0], False),

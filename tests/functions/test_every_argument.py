@@ -28,6 +28,9 @@ def other_tensors(x: torch.Tensor) -> Iterator[Tuple[str, object]]:
     yield "int8", x.to(torch.int8)
     if x.ndim:
         yield "sparse", x.to_sparse()
+        yield "nested", torch.nested.nested_tensor([x, x])
+    if x.ndim == 2:
+        yield "csr", x.to_sparse_csr()
     dtypes = {torch.int64, torch.bool, torch.half, torch.float32, torch.double}
     for dtype in sorted(dtypes - {x.dtype}, key=str):
         yield str(dtype).partition(".")[2], x.to(dtype)
@@ -107,6 +110,11 @@ def fault(error: Exception, argument: str, kind: str, names) -> str:
         return "it does not say what was expected and what came"
     if re.search(r"(\[[^\]]*\]) = \1|\b(\d+) to \2\b", message):
         return "it says one thing twice"
+    if (
+        kind.partition(":")[0] in ("sparse", "csr", "nested")
+        and "dense torch.Tensor" not in message
+    ):
+        return "it does not say that the tensor must be dense"
     if error.served:
         return f"{error.served} came before it"
     return ""

@@ -48,7 +48,7 @@ def _like_steps(call: RecurrentCall) -> tuple:
 def _with_gates(q, k, v, g, beta, *more) -> tuple:
     """The tensors in autocast's dtype, with no decay and a write strength of 1 by default."""
     q, k, v = cast(q, k, v)
-    if isinstance(v, Tensor):
+    if isinstance(v, Tensor) and not v.is_nested:
         shape = v.shape[:3]
         g = v.new_zeros(shape, dtype=torch.float32) if g is None else g
         beta = v.new_ones(shape, dtype=torch.float32) if beta is None else beta

@@ -2,7 +2,7 @@
 
 from typing import Optional, Tuple, Union
 
-from torch import Tensor
+from torch import Tensor, strided
 
 from ..gdn.reference import common as gdn_common
 from ..runtime.checks import may_be_written
@@ -107,9 +107,10 @@ def causal_conv1d_update(
         >>> y.shape, [bool(row.any()) for row in pool]
         (torch.Size([2, 8, 3]), [False, True, False, True, False])
     """
-    single = isinstance(x, Tensor) and x.ndim == 2
+    single = isinstance(x, Tensor) and x.ndim == 2 and x.layout is strided
     tokens = x.unsqueeze(-1) if single else x
-    room = out.unsqueeze(-1) if single and isinstance(out, Tensor) else out
+    widens = single and isinstance(out, Tensor) and out.layout is strided
+    room = out.unsqueeze(-1) if widens else out
     may_be_written(conv_state=conv_state, out=out)
     tensors = (
         tokens, conv_state, weight, bias, conv_state_indices, num_accepted_tokens, cu_seqlens, room,

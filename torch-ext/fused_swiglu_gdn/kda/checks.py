@@ -15,7 +15,8 @@ def flat(q, k, v, g, beta, A_log, dt_bias, *more) -> tuple:
     """The tensors in autocast's dtype, with A_log and dt_bias as [HV] and [HV * K], whatever their
     shapes."""
     A_log, dt_bias = [
-        x.reshape(-1) if isinstance(x, Tensor) and x.ndim != 1 else x for x in (A_log, dt_bias)
+        x.reshape(-1) if isinstance(x, Tensor) and x.ndim != 1 and not x.is_nested else x
+        for x in (A_log, dt_bias)
     ]
     return (*autocast(q, k, v), g, beta, A_log, dt_bias, *more)
 

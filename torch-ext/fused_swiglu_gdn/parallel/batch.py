@@ -23,6 +23,8 @@ class Batch:
 
     def __init__(self, given: dict):
         ids = given.get("input_ids")
+        if isinstance(ids, Tensor):
+            is_tensor("input_ids", ids)
         if not isinstance(ids, Tensor) or ids.ndim != 2:
             found = list(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
             raise ValueError(f'batch must have "input_ids" of shape [B, T], got {found}')
