@@ -145,8 +145,8 @@ def _modes(device: torch.device) -> tuple:
 
 
 def _fp32_products() -> object:
-    """How torch multiplies fp32: torch refuses one of its two questions, depending on how it was
-    set."""
+    """The precision of torch's products in fp32; torch refuses one of its two questions about it,
+    depending on how it was set."""
     ask = getattr(torch._C, "_get_fp32_precision_getter", None)
     return torch._C._get_cublas_allow_tf32() if ask is None else ask("cuda", "matmul")
 
