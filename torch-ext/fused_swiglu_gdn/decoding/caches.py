@@ -14,6 +14,7 @@ LAYERS = {
     "LinearAttentionAndStaticFullAttentionLayer",
     "LinearAttentionAndStaticSlidingWindowAttentionLayer",
 }  # fmt: skip
+KINDS, SIZES = "mm_token_type_ids", ("image_grid_thw", "video_grid_thw")  # arguments of models
 COUNT = "cumulative_length_int"  # of a sliding layer: the tokens in it, which Python counts
 
 
@@ -21,6 +22,17 @@ def cache_among(given: dict) -> Tuple[Optional[str], Any]:
     """(name, cache) of the argument of a model that is its cache; both None without one."""
     found = ((name, given[name]) for name in CACHE_NAMES if given.get(name) is not None)
     return next(found, (None, None))
+
+
+def drop_kinds(inputs: dict) -> dict:
+    """Takes the kinds of all tokens of a text out of the inputs of its latest ones, to which
+    releases before 5.23 hand them: a model reads them beside the sizes of images alone, and a graph
+    cannot have an input that grows."""
+    ids, kinds = inputs.get("input_ids"), inputs.get(KINDS)
+    if kinds is not None and ids is not None and kinds.shape[-1] > ids.shape[-1]:
+        if all(inputs.get(name) is None for name in SIZES):
+            del inputs[KINDS]
+    return inputs
 
 
 def cache_name(module: nn.Module) -> str:

@@ -16,7 +16,7 @@ from torch import nn
 from ..layers.plain import Named, named_modules
 from ..layers.replay import rings_begin
 from .ahead import MASK, Ahead, Masks, Update, ahead_of, restore_ahead, serve_ahead
-from .caches import cache_among, full_windows, why_not_cache, why_not_yet
+from .caches import cache_among, drop_kinds, full_windows, why_not_cache, why_not_yet
 from .capture import Graph
 from .choosing import Choice, Chooser, Token
 from .graph_rules import PASSING, why_eager, why_not_model, why_not_now
@@ -308,6 +308,7 @@ class Decoding(InPlace):
         if name is None:
             return self.model(**inputs)
         del inputs[name]
+        drop_kinds(inputs)
         step = self.steps.get(cache)
         if step is None:
             step = self.steps[cache] = Step(cache, name, loops=True)

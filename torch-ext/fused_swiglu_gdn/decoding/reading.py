@@ -8,7 +8,7 @@ from typing import Any, List
 import torch
 from torch import nn
 
-from .caches import cache_among
+from .caches import cache_among, drop_kinds
 from .static_cache import check_length
 
 
@@ -47,7 +47,7 @@ class Reader:
         if "logits_to_keep" in found:
             found["logits_to_keep"] = T
         found.pop(self.name, None)
-        return {**found, "return_dict": True}
+        return {**drop_kinds(found), "return_dict": True}
 
 
 def inner_of(model: nn.Module) -> nn.Module:
