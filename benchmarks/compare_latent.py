@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from kernel_time import graph_ms, graphed, in_turns, memory, milliseconds, wall
 from model_cases import PROMPT, model_of, prompts
-from runner import SECONDS, relative_error, run
+from runner import SECONDS, relative_error, run, submodule
 
 MODELS = {  # heads, C, N, R, V
     "GLM-4.7-Flash": (20, 512, 192, 64, 256),
@@ -47,6 +47,8 @@ WAYS = {
 # models whose own forward runs FLA's kernels, which tune themselves for minutes: their prompts and
 # transformers' tokens are in the record of compare_whole.py
 TUNED = ("kimi_linear",)
+FP8 = (("GLM-4.7-Flash", 1, 8192), ("GLM-4.7-Flash", 16, 8192), ("DeepSeek-V3", 1, 8192),
+       ("DeepSeek-V3", 16, 8192))  # fmt: skip
 L2, MOST = 200 << 20, 20 << 30  # bytes: of all caches of a call; of the peer's keys and values
 SPEED = 4.28e6  # bytes a microsecond
 
@@ -76,6 +78,35 @@ def errors(package, y, q, latents, rotated, weight, N: int, mask) -> dict:
     right = package.latent_attention_with_kvcache(*wide, qk_nope_head_dim=N, attention_mask=some)
     found = {"ours": y[:1], "expanded": expanded(q, latents, rotated, weight, N, some)}
     return {name: relative_error(y, right) for name, y in found.items()}
+
+
+def fp8_row(package, name: str, B: int, S: int) -> dict:
+    """A weight in FP8 with scales for 128 x 128 values, read as it is, or made in bf16 in each call
+    by a launch before the others. Errors are relative to fp64 of what the weight stands for."""
+    (H, C, N, R, V), fp8 = MODELS[name], submodule("fp8.reference")
+    codes = (normal(H * (N + V), C) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+    scale = torch.rand(-(-H * (N + V) // 128), C // 128, device="cuda") * C**-0.5 / 50
+    q, mask = normal(B, 1, H, N + R), torch.ones(B, 1, 1, S, dtype=torch.bool, device="cuda")
+    length, count = torch.tensor(S, device="cuda"), max(1, min(16, -(-L2 // (B * S * (C + R) * 2))))
+    caches = [(normal(B, 1, S, C), normal(B, 1, S, R)) for _ in range(count)]
+    weights = [(codes.clone(), scale.clone()) for _ in caches]
+    ours = partial(package.latent_attention_with_kvcache, qk_nope_head_dim=N, attention_mask=mask)
+    made = submodule("fp8.ops").DEQUANTISE
+    calls = {
+        "ours": [partial(ours, q, *one, w, length, weight_scale=s)
+                 for one, (w, s) in zip(caches, weights)],
+        "a weight made in bf16": [lambda one=one, pair=pair: ours(q, *one, made(pair), length)
+                                  for one, pair in zip(caches, weights)],
+    }  # fmt: skip
+    us = {way: graph_ms(each) * 1e3 for way, each in calls.items()}
+    wide = (x.double() for x in (q[:1], *(x[:1] for x in caches[0])))
+    right = package.latent_attention_with_kvcache(
+        *wide, fp8.dequantised(codes, scale).double(), qk_nope_head_dim=N, attention_mask=mask[:1]
+    )
+    error = {way: relative_error(each[0]()[:1], right) for way, each in calls.items()}
+    floor = (B * S * (C + R) * 2 + codes.numel()) / SPEED
+    what = f"{name}, a weight in FP8, {B} x {S}"
+    return {"what": what, "us": us, "floor_us": floor, "error": error}
 
 
 def step_of(model, B: int, S: int):
@@ -237,6 +268,8 @@ def rows(package, options) -> Iterator[dict]:
         yield {"what": what, "us": us, "floor_us": floor, "peak_mib": peak, "error": error}
         del calls, caches, y
         torch.cuda.empty_cache()
+    for case in FP8:
+        yield fp8_row(package, *case)
 
 
 if __name__ == "__main__":

@@ -160,6 +160,8 @@ class Launches:
         self.programs = -(-M // BLOCK_M) * H * (C // BLOCK_C + 1)  # of absorb
         few = 1 if M <= 4 else 16  # tokens that share what is read of the weight in `finish`
         finished, at_once, warps = FINISHED[few]
+        if weight_scale is not None:
+            finished = min(finished, BLOCK_K)
         self.absorb = self.launch(
             _absorb_kernel, self.programs, (M, token_step(q)), **sizes, **self.tiles
         )

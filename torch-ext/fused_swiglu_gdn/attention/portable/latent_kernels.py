@@ -233,9 +233,9 @@ def _finish_kernel(
     rows = w_ptr + (h.to(tl.int64) * (N + V) + N + v[:, None]) * C
     o_rows = o_ptr + (m[:, None].to(tl.int64) * H + h) * C
     w = tl.load(rows + ch, mask=(v < V)[:, None], other=0.0)
-    SHARED: tl.constexpr = min(BLOCK_C, _BLOCK)  # latent channels that share a scale
-    w_row = h * (N + V) + N + tl.minimum(v, V - 1)
-    group = tl.arange(0, BLOCK_C // SHARED) * SHARED
+    row = h * (N + V) + N + (pid % BLOCKS) * BLOCK_V  # those of a program share scales
+    if s_ptr is not None:
+        scale = scales_at(s_ptr, row, ch if BLOCK_M == 1 else 0, C)
     after_predecessor(PDL)
     if len_ptr is not None and pid == 0:
         tl.store(len_ptr, tl.load(len_ptr) + NEW)
@@ -243,23 +243,19 @@ def _finish_kernel(
     for first in tl.static_range(0, C, BLOCK_C):
         if first > 0:
             w = tl.load(rows + first + ch, mask=(v < V)[:, None], other=0.0)
-        if s_ptr is not None:
-            scale = scales_at(s_ptr, w_row[:, None], first + group[None, :], C)
+            if s_ptr is not None:
+                scale = scales_at(s_ptr, row, first + ch if BLOCK_M == 1 else first, C)
         o = tl.load(o_rows + first + ch, mask=(m < M)[:, None], other=0.0)
         if BLOCK_M == 1:
-            x = w.to(tl.float32) * o
-            if s_ptr is not None:
-                x = scale * tl.sum(x.reshape((BLOCK_V, BLOCK_C // SHARED, SHARED)), 2)
-            y += tl.sum(x, 1)[None, :]
+            y += tl.sum(w.to(tl.float32) * (o if s_ptr is None else o * scale), 1)[None, :]
         else:
             w = w.to(y_ptr.dtype.element_ty)
             high = o.to(w.dtype)
             low = (o - high.to(tl.float32)).to(w.dtype)
             if s_ptr is None:
-                y = tl.dot(high, tl.trans(w), y)
-                y = tl.dot(low, tl.trans(w), y)
+                y = tl.dot(low, tl.trans(w), tl.dot(high, tl.trans(w), y))
             else:  # BLOCK_C channels share a scale
-                y += tl.dot(low, tl.trans(w), tl.dot(high, tl.trans(w))) * tl.sum(scale, 1)[None, :]
+                y += tl.dot(low, tl.trans(w), tl.dot(high, tl.trans(w))) * scale
     inside = (m < M)[:, None] & (v < V)[None, :]
     at = (m[:, None].to(tl.int64) * H + h) * V + v[None, :]
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
