@@ -13,6 +13,7 @@ from argument_cases import CASES, EXCUSED
 from conftest import relative_error, submodule
 from torch.utils import _pytree as pytree
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # of nested tensors and of CSR
 DTYPES = ("float16", "float64")  # what is taken in another dtype has the same result
 FORMS = ("rank", "less", "more", "none", "scalar")  # of these the message may name another argument
 
