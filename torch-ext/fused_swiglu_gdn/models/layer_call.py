@@ -1,6 +1,7 @@
 """Calls of a layer that CUDA graphs can serve in training, and its weights around a capture."""
 
 import contextlib
+from itertools import chain
 from typing import List, Optional, Set
 
 import torch
@@ -90,24 +91,27 @@ class LayerState:
 
     def __init__(self, watch: ModelWatch):
         layer, *parts = watch.modules
-        self.tables = [t for m in watch.modules for t in (m._parameters, m._buffers)]
-        self.held = [x for _, _, x in watch.held]
+        every = [t for m in watch.modules for t in (m._parameters, m._buffers)]
+        self.tables = [t for t in every if t]  # the watch sees when another one gets an entry
         self.hooks = [t for m in parts for t in (m._backward_hooks, m._backward_pre_hooks)]
-        self.before = self._facts()
+        held = [x for _, _, x in watch.held]
+        self.tensors = [x for x in (*_values(self.tables), *held) if x is not None]
+        self.attributes = [x.__dict__ for x in self.tensors]
+        self.ids, self.before = list(map(id, _values(self.tables))), self._facts()
 
     def _facts(self) -> list:
-        found = [x for table in self.tables for x in table.values()] + self.held
-        # an equal number may be another parameter, and a transposed weight is where it was
-        return [
-            (id(x), x.requires_grad, x.stride(), hasattr(x, "main_grad"))
-            for x in found
-            if x is not None
-        ]
+        with_main_grad = ["main_grad" in table for table in self.attributes]
+        return [any(with_main_grad), [(x.requires_grad, x.stride()) for x in self.tensors]]
 
     def holds(self) -> bool:
-        """True if tensors are the same and trained as before, and no part has a hook for its
-        gradients."""
-        return not any(self.hooks) and self._facts() == self.before
+        """True if tensors are the same, neither transposed nor frozen since, and no part has a hook
+        for its gradients."""
+        same = list(map(id, _values(self.tables))) == self.ids  # an equal number is another one
+        return same and not any(self.hooks) and self._facts() == self.before
+
+
+def _values(tables: List[dict]) -> chain:
+    return chain.from_iterable(map(dict.values, tables))
 
 
 @contextlib.contextmanager
