@@ -27,8 +27,8 @@ TEXT = Path(__file__).with_suffix(".md")
 # what is shown, record, label of the case, ours, peer, label of the peer's case if it is another
 Summary = Tuple[str, ...]
 SUMMARY: List[Summary] = [
-    ("Llama, 8 layers, training step of 4096 tokens", "whole_models_training",
-     "Llama, 8 layers, training step of 4096, eager", "ours", "transformers"),
+    ("Qwen3-0.6B, LoRA step of 4096 tokens, `training_graphs=True`", "small_training",
+     "Qwen3-0.6B, LoRA on bf16", "ours, training_graphs", "modeling"),
     ("Qwen3.5, 16 layers, training step of 4096 tokens", "whole_models_qwen",
      "Qwen3.5, 16 layers, training step of 4096, eager", "ours", "transformers"),
     ("Qwen3.5, 16 layers, prompt of 8192 tokens", "whole_models",
@@ -89,7 +89,7 @@ def summary() -> str:
     rows, machines = [], {}
     for what, name, label, ours, peer, *other in SUMMARY:
         record = load(name)
-        peer = title_of(peer, record)
+        peer = title_of(peer, record).replace("transformers' own functions", "transformers")
         a, b = case(record, label).ours[ours], case(record, *(other or [label])).peers[peer]
         # FLA serves Gated DeltaNet alone
         if peer.startswith("transformers with FLA") and "Qwen3.5" not in what:
