@@ -89,8 +89,9 @@ def summary() -> str:
     rows, machines = [], {}
     for what, name, label, ours, peer, *other in SUMMARY:
         record = load(name)
-        peer = title_of(peer, record).replace("transformers' own functions", "transformers")
+        peer = title_of(peer, record)
         a, b = case(record, label).ours[ours], case(record, *(other or [label])).peers[peer]
+        peer = peer.replace("transformers' own functions", "transformers")
         # FLA serves Gated DeltaNet alone
         if peer.startswith("transformers with FLA") and "Qwen3.5" not in what:
             peer = f"transformers {record['versions']['transformers']}"
