@@ -74,9 +74,9 @@ def batch(model, rows=2, length=9, seed=0):
     return tokens(rows, length * (8 if where.type == "cuda" else 1), seed=seed).to(where)
 
 
-def step(model, ids, optimizer=None, **more):
+def step(model, ids, optimizer=None, use_cache=False, **more):
     """(loss, gradients) of a step."""
-    loss = model(input_ids=ids, labels=ids, use_cache=False, **more).loss
+    loss = model(input_ids=ids, labels=ids, use_cache=use_cache, **more).loss
     loss.backward()
     found = gradients(model)
     if optimizer is not None:
@@ -625,15 +625,7 @@ def test_outputs_are_nobody_elses(kernel, device):  # noqa: F811
 
 
 def test_a_cache_runs_eagerly(kernel, graph, device, caplog):  # noqa: F811
-    models = pair(kernel, device)
-    for i in range(4):
-        found = []
-        for model in models:
-            ids = batch(model, seed=i)
-            loss = model(ids, labels=ids, use_cache=True).loss
-            loss.backward()
-            found.append((loss.detach(), gradients(model)))
-        same(*found)
+    alike(pair(kernel, device), 4, use_cache=True)
     assert graph.captures == 0 and "an argument is a DynamicCache" in caplog.text
 
 
