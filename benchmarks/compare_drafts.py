@@ -224,9 +224,9 @@ def drafted(package, truth: list, name: str, options) -> Iterator[dict]:
     words = {"prompt_lookup_num_tokens": DRAFTS}
 
     class Seen(own):
-        def __init__(self, model, cache, argument, T, *rest):
-            super().__init__(model, cache, argument, T, *rest)
-            rounds[T] = self
+        def __init__(self, *given):
+            super().__init__(*given)
+            rounds[self.T] = self
 
     def noting(found: list):
         """A Pace that writes down how many tokens each round gave."""

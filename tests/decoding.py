@@ -82,7 +82,7 @@ def tiny(name, device, **changes):
 def served(name, device, **changes):
     """A model that decodes by graphs."""
     model = tiny(name, device, **changes)
-    row = submodule("decoding.graphs").serve_graphs(model)
+    row = submodule("decoding.generate").serve_graphs(model)
     assert (row.reason, row.note) == (None, "CUDA graph")
     return model
 

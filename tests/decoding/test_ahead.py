@@ -15,8 +15,9 @@ from transformers import masking_utils  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 device, graph = decoding.device, decoding.graph  # fixtures
-ahead, graphs = submodule("decoding.ahead"), submodule("decoding.graphs")
-HOOKS = (ahead.Update.name, ahead.Masks.name)
+graphs = submodule("decoding.graphs")
+generating = submodule("decoding.generate")
+HOOKS = (generating.Update.name, generating.Masks.name)
 
 
 @pytest.fixture
@@ -182,7 +183,7 @@ def step_inputs(position, filled, **more):
 
 def test_what_follows_from_the_token_before():
     before, now = step_inputs(4, 2), step_inputs(5, 3)
-    found = ahead.ahead_of(before, now, Cache())
+    found = graphs.ahead_of(before, now, Cache())
     assert found.positions is now[1][1] and found.masks[0] is now[2][1]
     assert before[1][1].item() == 4 and before[2][1].sum() == 2  # as they were
     found.length.add_(1)  # as the step does
@@ -206,7 +207,7 @@ def test_what_follows_from_the_token_before():
     ids=["position", "mask", "slot", "no length", "another input", "no positions"],
 )
 def test_what_does_not_follow(before, now, cache):
-    assert ahead.ahead_of(before, now, cache) is None
+    assert graphs.ahead_of(before, now, cache) is None
 
 
 def own_masks(self, **options):
@@ -219,8 +220,8 @@ def test_classes_that_prepare_by_themselves(graph, device):
     model = served("phi3", device)
     assert not any(name in model.__dict__ for name in HOOKS)
     model = tiny("llama", device)
-    model.__class__ = type("Own", (type(model),), {ahead.Masks.name: own_masks})
-    graphs.serve_graphs(model)
+    model.__class__ = type("Own", (type(model),), {generating.Masks.name: own_masks})
+    generating.serve_graphs(model)
     assert not any(name in model.__dict__ for name in HOOKS)
     ids, mask = padded(2, 9, device)
     expected = generate(model, ids, graphed=False, attention_mask=mask)
@@ -233,10 +234,10 @@ def test_restored_copied_and_pickled(graph, device):
     other = copy.deepcopy(model)
     for name in HOOKS:
         assert other.__dict__[name].model is other and model.__dict__[name].model is model
-    graphs.restore_graphs(model.named_modules())
+    generating.restore_graphs(model.named_modules())
     assert not any(name in model.__dict__ for name in HOOKS)
     model = Generates()
-    graphs.serve_graphs(model)
+    generating.serve_graphs(model)
     assert all(name in model.__dict__ for name in HOOKS)
     again = pickle.loads(pickle.dumps(model))
     assert (

@@ -128,7 +128,7 @@ def test_scores_that_are_no_distribution(graph, device):
 
     model.__class__ = type(type(model).__name__, (type(model),), {"forward": poisoned})
     model.poison = torch.tensor(False)
-    assert submodule("decoding.graphs").serve_graphs(model).note == "CUDA graph"
+    assert submodule("decoding.generate").serve_graphs(model).note == "CUDA graph"
     seen = []
 
     class Poisons(transformers.generation.streamers.BaseStreamer):

@@ -348,11 +348,11 @@ def test_drawn_tokens_are_distributed_as_without_drafts(kernel, rounds, monkeypa
     model, ids = tiny("llama", device, vocab_size=V), tokens(1, 6, device=device) % V
     kernel.kernelize(model, cuda_graphs=True)
     model.get_output_embeddings().weight.data.mul_(8)
-    choice, rows = submodule("decoding.rounds"), []
+    choose, rows = submodule("decoding.choosing").choice_of, []
     options = {"temperature": 0.8, "top_k": 12, "top_p": 0.9}
     config = transformers.GenerationConfig(do_sample=True, **options)
     processors = model._get_logits_processor(config, input_ids_seq_length=6)
-    made = choice.rows_choice(processors, config, ids)
+    made = loop.RowChoice(choose(processors, True, ids.device), ids)
     made.begin(V)
     logits = torch.randn(3, V, device=device).mul_(2)
     read = torch.tensor([3, 5, 7], device=device)

@@ -385,7 +385,7 @@ def test_releases_that_are_not_known(graph, device, change, monkeypatch):
         found = generate(model, ids, **words)
         assert torch.equal(found, theirs(model, ids, **words))
         assert graph.replays == found.shape[1] - 9 - 2
-    row = submodule("decoding.graphs").serve_graphs(model)
+    row = submodule("decoding.generate").serve_graphs(model)
     assert row.note == f"CUDA graph, and a wait in each token: {why}"
     assert "generate" not in model.__dict__ and "get_compiled_call" in model.__dict__
 
@@ -513,18 +513,18 @@ HELD = (
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
 def test_a_pickle_has_the_models_own_generate(graph, device):
     model = Generates()
-    assert submodule("decoding.graphs").serve_graphs(model).reason is None
+    assert submodule("decoding.generate").serve_graphs(model).reason is None
     assert "generate" in model.__dict__
     again = pickle.loads(pickle.dumps(model))
     assert again.generate == Generates.generate.__get__(again)
     assert again.get_compiled_call == Generates.get_compiled_call.__get__(again)
-    assert submodule("decoding.graphs").serve_graphs(again).note == "CUDA graph"
+    assert submodule("decoding.generate").serve_graphs(again).note == "CUDA graph"
     third = pickle.loads(pickle.dumps(again))
     assert (
-        submodule("decoding.graphs").restore_graphs(third.named_modules()) == 0
+        submodule("decoding.generate").restore_graphs(third.named_modules()) == 0
     )  # it has no replacement
     assert not third.__dict__.keys() & {"generate", *HELD}
-    submodule("decoding.graphs").restore_graphs(again.named_modules())
+    submodule("decoding.generate").restore_graphs(again.named_modules())
     assert again.__dict__.keys() == Generates().__dict__.keys()
 
 
@@ -534,7 +534,7 @@ def test_adapters_of_peft_read_late(graph, device):
     model = tiny("llama", device, initializer_range=0.4)
     config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
     model = peft.get_peft_model(model, config).eval()
-    assert submodule("decoding.graphs").serve_graphs(model).reason is None
+    assert submodule("decoding.generate").serve_graphs(model).reason is None
     ids, mask = padded(1, 9, device)
     inner = model.base_model.model
     words = {"attention_mask": mask, "pad_token_id": 0, "eos_token_id": ends(inner, ids, mask)}

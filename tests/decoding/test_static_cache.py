@@ -183,7 +183,7 @@ def test_a_prompt_that_is_longer_than_its_ids(kernel, graph, device):
     """The cache that transformers makes grows; a static one would lack slots for the last ones."""
     ids, _ = padded(1, 9, device)
     model = soft(tiny("llama", device, initializer_range=0.4), 5, device)
-    assert submodule("decoding.graphs").serve_graphs(model).reason is None
+    assert submodule("decoding.generate").serve_graphs(model).reason is None
     found = plain(model, ids)
     assert graph.captures == 0
     assert torch.equal(found, own(model, ids, cache_implementation="dynamic"))

@@ -8,12 +8,11 @@ one.
 """
 
 import sys
-from typing import Any, List, Optional
+from typing import Any, List
 
 import torch
 from torch import nn
 
-from .ahead import IDS
 from .caches import (
     CACHE_NAMES,
     CACHES,
@@ -22,14 +21,15 @@ from .caches import (
     linear_layers,
     set_count,
     slides,
+    takes_back,
     why_not_cache,
-    why_not_states,
 )  # fmt: skip
 from .choosing import Choice
 from .graph_rules import PREPARE, why_not_model
-from .lookup import Drafter, NotServed, Weights
+from .inputs import IDS, Following, following
+from .lookup import MOST, Drafter, NotServed, Weights
 from .reading import Reader
-from .rounds import Following, RowChoice, following
+from .rounds import RowChoice
 
 # of a round where the assistant's generation_config has no number: an estimate. Three of an
 # assistant of 1B take .45 of a token's time without drafts if all are right, .62 if .7 of them are
@@ -40,31 +40,30 @@ KNOWN = {*CACHE_NAMES, *SLICED, "use_cache", "logits_to_keep"}
 OWN = ("Gemma4Assistant", "Gemma4UnifiedAssistant")  # read the model's keys and values
 
 
-def why_not_assistant(
-    model: nn.Module, assistant: nn.Module, ids: torch.Tensor, given: dict
-) -> Optional[str]:
-    """Reason why transformers has to ask the assistant, or None. given: the model's arguments."""
+def drafts_of(model: nn.Module, assistant: nn.Module, ids: torch.Tensor, given: dict) -> int:
+    """The drafts of a round; raises NotServed where transformers has to ask the assistant. given:
+    the model's arguments."""
     kind = type(assistant)
-    if not hasattr(kind, "prepare_inputs_for_generation") or kind.__name__.startswith(OWN):
-        return "it is no causal language model"
-    if PREPARE in assistant.__dict__ or not getattr(assistant, "_can_compile_fullgraph", False):
-        return "it decodes without graphs"
-    if any(name not in KNOWN and x is not None for name, x in given.items()):
-        return "it gets arguments of the model"
-    configs = [x.config.get_text_config(decoder=True) for x in (assistant, model)]
-    if configs[0].vocab_size > configs[1].vocab_size:
-        return "it has more words than the model"
-    if assistant.training or assistant.device != model.device or assistant is model:
-        return "it is in training mode, on another device, or the model itself"
-    if ids.shape[1] < 2:
-        return "the prompt is one token"
-    return why_not_model(assistant)
-
-
-def drafts_of(assistant: nn.Module, most: int) -> int:
-    """The drafts of a round."""
+    if not hasattr(kind, PREPARE) or kind.__name__.startswith(OWN):
+        raise NotServed("the assistant is no causal language model")
+    graphs = (
+        getattr(assistant, "_can_compile_fullgraph", False) and why_not_model(assistant) is None
+    )
+    mine, its = (x.config.get_text_config(decoder=True).vocab_size for x in (model, assistant))
+    reasons = (
+        (not graphs or PREPARE in assistant.__dict__, "the assistant decodes without graphs"),
+        (any(n not in KNOWN and x is not None for n, x in given.items()),
+         "the assistant gets arguments of the model"),
+        (its > mine, "the assistant has more words than the model"),
+        (assistant is model or assistant.training, "the assistant is the model, or is trained"),
+        (assistant.device != model.device, "the assistant is on another device"),
+        (ids.shape[1] < 2, "the prompt is one token"),
+    )  # fmt: skip
+    for found, reason in reasons:
+        if found:
+            raise NotServed(reason)
     found = getattr(assistant.generation_config, "num_assistant_tokens", None)
-    return DRAFTS if found is None else max(1, min(int(found), most))
+    return DRAFTS if found is None else max(1, min(int(found), MOST))
 
 
 class Assistant(Drafter):
@@ -76,8 +75,8 @@ class Assistant(Drafter):
     def __init__(self, model: nn.Module, assistant: nn.Module, ids, given, count: int, slots: int):
         name = cache_among(given)[0]
         self.cache = sys.modules[CACHES].StaticCache(config=assistant.config, max_cache_len=slots)
-        if why_not_cache(self.cache) or slides(self.cache, slots) or why_not_states(self.cache):
-            raise NotServed
+        if why_not_cache(self.cache) or slides(self.cache, slots) or not takes_back(self.cache):
+            raise NotServed("tokens cannot be taken back from the assistant's cache")
         mine = {n: given[n][..., :-1] for n in SLICED if given.get(n) is not None}
         # the last token is read with the one behind it
         self.reader = Reader(assistant, ids[:, :-1], {**given, **mine, name: self.cache})
@@ -118,7 +117,7 @@ class Assistant(Drafter):
             found.append(({**inputs, IDS: ids}, torch.tensor(length, device=device)))
         (one, start), (two, length) = found
         if following(one, start, {**two, IDS: one[IDS]}, length) is None:
-            raise NotServed
+            raise NotServed("the assistant's inputs do not follow from a length")
         return Following(one, start)
 
     def _set(self, tokens: int) -> None:

@@ -103,20 +103,14 @@ def draws_alike(device: torch.device) -> bool:
     return torch.equal(one.get_state(), two.get_state())
 
 
-def choice_of(processors: list, config: Any, device: torch.device) -> Optional["Choice"]:
-    """The choice of a call of generate, if a graph can make it; else None.
-
-    Calls that ask for scores or logits see them in transformers' own loop.
-    """
-    told = getattr(config, "return_dict_in_generate", False)
-    if told and (config.output_scores or config.output_logits):
-        return None
+def choice_of(processors: list, draws: bool, device: torch.device) -> Optional["Choice"]:
+    """The choice of a call of generate, if a graph can make it; else None."""
     names = [type(each).__name__ for each in processors]
     if not set(names) <= {*FREE, PENALTY, *LEAST} or names.count(PENALTY) > 1:
         return None
-    if config.do_sample and not draws_alike(device):
+    if draws and not draws_alike(device):
         return None
-    return Choice(processors, bool(config.do_sample))
+    return Choice(processors, bool(draws))
 
 
 class Choice:

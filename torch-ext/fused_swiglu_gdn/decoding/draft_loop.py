@@ -7,23 +7,34 @@ as without drafts.
 """
 
 import contextlib
-import copy
 import sys
-from typing import Any, Callable, List, Optional, Tuple
+from typing import Any, Callable, List, Optional
 
 import torch
 from torch import nn
 
-from .assistants import Assistant, drafts_of, why_not_assistant
-from .caches import CACHE_NAMES, CACHES, cache_among, is_empty, set_count, slides, why_not_cache
+from .assistants import Assistant, drafts_of
+from .caches import (
+    CACHE_NAMES,
+    CACHES,
+    cache_among,
+    is_empty,
+    linear_layers,
+    set_count,
+    slides,
+    takes_back,
+    why_not_cache,
+)  # fmt: skip
 from .capture import Graph
+from .choosing import choice_of
 from .graph_rules import PREPARE, why_not_model, why_not_now
+from .graphs import decoding_of
 from .late import EOS, LENGTH, UTILS, Draws
-from .lookup import Drafter, Lookup, NotServed, Pace, Weights
-from .mtp import MOST, Mtp, MtpRounds
+from .lookup import MOST, Drafter, Lookup, NotServed, Pace, Weights
+from .mtp import Mtp, MtpRounds
 from .reading import Reader, last_hidden
-from .rounds import Round, RowChoice, rows_choice
-from .rows import TakesBack, why_not_rows, with_rows
+from .rounds import Round, RowChoice
+from .rows import TakesBack, keeping, with_rows
 from .static_cache import TooLong, with_static_cache
 
 # arguments of the loop of assisted decoding that are not the model's
@@ -40,41 +51,36 @@ def drafted(
     Raises NotServed, before a token is drawn or streamed.
     """
     config, around = generation_config, {name: given.pop(name, None) for name in LOOPS}
-    if why_not_loop(model, input_ids, config, around) is not None:
-        raise NotServed
-    choice = rows_choice(logits_processor, config, input_ids)
+    check_loop(model, input_ids, config, around)
+    choice = choice_of(logits_processor, config.do_sample, input_ids.device)
     if choice is None:
-        raise NotServed
-    if getattr(config, "output_scores", False):
+        raise NotServed("a LogitsProcessor cannot be in a graph")
+    choice = RowChoice(choice, input_ids)
+    if config.output_scores:
         choice.known = None  # a kernel's are seen by nobody
-    helper = around["assistant_model"]
-    count, drafter_of = _source(model, config, helper, input_ids, given)
-    given = _with_cache(model, input_ids, config, given, count)
-    drafter = drafter_of(given, config.max_length + 2 * count)
+    helper, asked = around["assistant_model"], config.prompt_lookup_num_tokens
+    if asked is not None:
+        count = min(asked, MOST)
+    elif type(helper) is Mtp:
+        count = helper.count
+    else:
+        count = drafts_of(model, helper, input_ids, given)
+    given, slots = with_slots(model, input_ids, config, given, count), config.max_length + 2 * count
+    if asked is not None:
+        drafter = Lookup(count)
+    elif type(helper) is Mtp:
+        drafter = MtpRounds(model, helper, slots)
+    else:
+        drafter = Assistant(model, helper, input_ids, given, count, slots)
     loop = Loop(Reader(model, input_ids, given), choice, stopping_criteria, config, drafter)
     loop.streamer = around["streamer"]
     try:
         loop.prompt()
     except TooLong:
-        raise NotServed from None
+        raise NotServed("its prompt fills more slots than it has ids") from None
     with _decoding(model), _decoding(helper):
         loop.run()
     return loop.result()
-
-
-def _source(model, config: Any, helper: Any, ids, given: dict) -> Tuple[int, Callable]:
-    """The drafts of a round, and a function of the model's arguments and of slots for the text and
-    two rounds that makes their drafter."""
-    asked = config.prompt_lookup_num_tokens
-    if asked is not None:
-        count = min(asked, MOST)
-        return count, lambda given, slots: Lookup(count)
-    if type(helper) is Mtp:
-        return helper.count, lambda given, slots: MtpRounds(model, helper, slots)
-    if helper is None or why_not_assistant(model, helper, ids, given) is not None:
-        raise NotServed
-    count = drafts_of(helper, MOST)
-    return count, lambda given, slots: Assistant(model, helper, ids, given, count, slots)
 
 
 def _decoding(model: Any):
@@ -82,49 +88,51 @@ def _decoding(model: Any):
     return getattr(model, "_optimize_model_for_decode", contextlib.nullcontext)()
 
 
-def why_not_loop(model: nn.Module, ids: torch.Tensor, config: Any, around: dict) -> Optional[str]:
-    """Reason why the call is left to transformers' loop, or None."""
-    if not hasattr(model.__dict__.get("get_compiled_call"), "steps"):
-        return "the model has no graphs"
-    if ids.ndim != 2 or len(ids) != 1 or around["synced_gpus"]:
-        return "it is not for one sequence"
-    if around["assistant_tokenizer"] is not None or model.training:
-        return "the assistant has other tokens"
-    if any(getattr(config, name, None) for name in OTHERS):
-        return "drafts come in another way"
-    if getattr(config, "disable_compile", True) or why_not_now(ids.device) is not None:
-        return "graphs are switched off"
-    if getattr(config, "output_attentions", False) or getattr(
-        config, "output_hidden_states", False
-    ):
-        return "hidden states are asked for"
-    return why_not_model(model)
+def check_loop(model: nn.Module, ids: torch.Tensor, config: Any, around: dict) -> None:
+    """Raises NotServed for a call that is left to transformers' loop."""
+    off = getattr(config, "disable_compile", True)
+    others = any(getattr(config, name, None) for name in OTHERS)
+    reasons = (
+        (decoding_of(model) is None or off, "the model decodes without graphs"),
+        (ids.ndim != 2 or len(ids) != 1, "it is not for one sequence"),
+        (around["synced_gpus"], "the model is on several GPUs"),
+        (model.training, "the model is in training mode"),
+        (around["assistant_tokenizer"] is not None, "the assistant has other tokens"),
+        (others, "drafts come in another way"),
+        (config.output_attentions or config.output_hidden_states, "hidden states are asked for"),
+    )
+    reason = next((reason for found, reason in reasons if found), None)
+    reason = reason or why_not_model(model) or why_not_now(ids.device)
+    if reason is not None:
+        raise NotServed(reason)
 
 
-def _with_cache(model: nn.Module, ids: torch.Tensor, config: Any, given: dict, count: int) -> dict:
+def with_slots(model: nn.Module, ids: torch.Tensor, config: Any, given: dict, count: int) -> dict:
     """The arguments of the model with a static cache of our own, which has a slot for each draft
-    behind the longest text."""
-    (name, cache), slots = cache_among(given), getattr(config, "max_length", None)
+    behind the longest text. Raises NotServed."""
+    (name, cache), slots = cache_among(given), config.max_length
+    asked = config.cache_implementation
     if type(slots) is not int:
-        raise NotServed
-    longer = copy.copy(config)
-    longer.max_length = slots + count
-    asked = getattr(config, "cache_implementation", None)
-    if asked is None and not getattr(config, "return_dict_in_generate", False):
-        found = with_static_cache(model, ids, longer, given)
-        made = found.get(name)
+        raise NotServed("the length of the text has no limit")
+    if asked is None and not config.return_dict_in_generate:
+        found = with_static_cache(model, ids, config, given, count)
         if found is given:
-            raise NotServed
-    elif asked != "static" or why_not_cache(cache) is not None or not is_empty(cache):
-        raise NotServed
-    elif getattr(cache, "_is_user_defined", False):
-        raise NotServed
-    elif PREPARE in model.__dict__ or given.get("inputs_embeds") is not None:
-        raise NotServed
+            raise NotServed("a static cache would not pay")
+        made = found[name]
+    elif (
+        asked != "static"
+        or why_not_cache(cache) is not None
+        or not is_empty(cache)
+        or getattr(cache, "_is_user_defined", False)
+        or PREPARE in model.__dict__
+        or given.get("inputs_embeds") is not None
+    ):
+        raise NotServed("the cache is the caller's, or not static")
     else:
         made = sys.modules[CACHES].StaticCache(config=model.config, max_cache_len=slots + count)
-    if slides(made, slots + count) or why_not_rows(made, model) is not None:
-        raise NotServed  # a window becomes full, say
+    served = keeping(model) == len(linear_layers(made))
+    if slides(made, slots + count) or not takes_back(made) or not served:
+        raise NotServed("tokens cannot be taken back from its cache")
     with_rows(made, 1 + count)
     return {**given, name: made}
 
@@ -236,12 +244,8 @@ class Loop:
 
     def _round(self, T: int) -> Round:
         if T not in self.rounds:
-            reader, ids = self.reader, self.ids
             drafter = self.drafter if self.drafter.in_graph else None
-            self.rounds[T] = Round(
-                reader.model, self.cache, reader.name, T, self.choice, self.back,
-                lambda x: reader.inputs(x, ids[:-1]), drafter,
-            )  # fmt: skip
+            self.rounds[T] = Round(self.reader, self.ids, T, self.choice, self.back, drafter)
         return self.rounds[T]
 
     def _take(self, tokens: List[int], logits, scores) -> int:

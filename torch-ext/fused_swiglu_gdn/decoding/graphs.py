@@ -8,87 +8,30 @@ graph belongs to one cache and is freed with it.
 
 import logging
 import weakref
-from typing import Any, Callable, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, List, Optional, Tuple
 
 import torch
 from torch import nn
 
-from ..layers.plain import Named, named_modules
 from ..layers.replay import rings_begin
-from .ahead import MASK, Ahead, Masks, Update, ahead_of, restore_ahead, serve_ahead
 from .caches import cache_among, drop_kinds, full_windows, why_not_cache, why_not_yet
 from .capture import Graph
 from .choosing import Choice, Chooser, Token
 from .graph_rules import PASSING, why_eager, why_not_model, why_not_now
-from .in_place import InPlace, take_back
-from .late import Generate, why_not_late
+from .in_place import InPlace
+from .inputs import MASK, Ahead, ahead_of, mapped, parts
 from .output import Output
-from .rehearsal import expect_none, expect_prompt
-from .watch import ModelWatch, capturing
+from .rehearsal import expect_prompt
+from .watch import CacheWatch, ModelWatch
 from .windows import moving
 
 SEAM = "get_compiled_call"
-REPLACED = {SEAM, Generate.name, Update.name, Masks.name}  # methods of a model
 # Replays that pay for a capture, with room to spare: with one the first five tokens of a cache take
 # 45 ms, eagerly 39, each later one 1.7 and 6.2 (generate.json: Qwen3.5 of 16 layers, batch 1)
 PAYS = 16
 WASTED = 3  # captures of one cache that may be in vain: some 20 ms in all
 
 logger = logging.getLogger(__name__)
-
-
-class Served(NamedTuple):
-    """Facts for a report about decoding."""
-
-    module: str  # the path of the module that generates
-    kind: str  # its class
-    note: Optional[str]
-    reason: Optional[str]  # why it has no graphs
-
-
-def serve_graphs(model: nn.Module) -> Served:
-    """Makes transformers' generate decode with CUDA graphs if it has a static cache."""
-    modules = named_modules(model)
-    restore_graphs(modules)
-    found = _generating(modules)
-    if found is None:
-        return Served("", type(model).__name__, None, "no CUDA graph: it cannot generate")
-    name, inner = found
-    kind, reason = type(inner), why_not_model(inner)
-    if reason is not None:
-        return Served(name, kind.__name__, None, f"no CUDA graph: {reason}")
-    setattr(inner, SEAM, Decoding(inner))
-    waits = why_not_late(kind)
-    if Generate.name in inner.__dict__:
-        waits = "generate is set on the model"
-    if waits is None:
-        setattr(inner, Generate.name, Generate(inner))
-        serve_ahead(inner)
-    note = "CUDA graph" if waits is None else f"CUDA graph, and a wait in each token: {waits}"
-    return Served(name, kind.__name__, note, None)
-
-
-def restore_graphs(modules: Named) -> int:
-    """Undoes serve_graphs; returns the number of modules that changed."""
-    served = 0
-    for _, module in modules:
-        if REPLACED.isdisjoint(module.__dict__):
-            continue
-        take_back(module, Generate)
-        restore_ahead(module)
-        if SEAM in module.__dict__ and take_back(module, Decoding):
-            expect_none(module)
-            served += 1
-    return served
-
-
-def _generating(modules: Named) -> Optional[Tuple[str, nn.Module]]:
-    """The outermost module whose generate calls get_compiled_call, with its name."""
-    for name, module in modules:
-        kind = type(module)
-        if hasattr(kind, SEAM) and hasattr(kind, "prepare_inputs_for_generation"):
-            return name, module
-    return None
 
 
 class Replayed:
@@ -107,15 +50,24 @@ class Replayed:
 
     def captured(self, graph: Graph, capture: Callable, cache: Any, model: nn.Module, what: str):
         """Returns what capture() does, and replays the graph from now on; says and keeps the reason
-        where that cannot be."""
-        out = None
-        with capturing(cache, model, what) as found:
+        where that cannot be. What Python counts of the cache is put back."""
+        of_cache, before = CacheWatch(cache), ModelWatch(model)
+        counts = of_cache.counts()
+        try:
             out = capture()
-        self.reason = found.reason
-        if self.reason is None:
-            self.graph, self.watches = graph, (found.watch, ModelWatch(model))
-        else:
+            if not of_cache.holds(cache):
+                raise RuntimeError("it puts new tensors into its cache")
+            if before.counts_on():
+                raise RuntimeError("its modules count their steps")
+        except Exception as error:
+            cause = error.__context__ or error  # the end of the capture fails after its cause
+            said = str(cause).partition("\n")[0] or type(cause).__name__
+            self.reason = f"{what} cannot be captured: {said}"
             say(model, self.reason)
+            return None
+        finally:
+            of_cache.set_counts(counts)
+        self.graph, self.watches = graph, (of_cache, ModelWatch(model))
         return out
 
     def holds(self, cache: Any, device: torch.device) -> bool:
@@ -142,9 +94,9 @@ class Step(Replayed):
         self.loops, self.reason = loops, why_not_cache(cache)
         self.key: Optional[tuple] = None  # of the calls that a graph is, or will be, for
         self.full: list = []  # the layers with full windows in the call before a capture
-        self.static: List[torch.Tensor] = []  # what the graph reads, in the order of _parts
+        self.static: List[torch.Tensor] = []  # what the graph reads, in the order of parts
         self.output: Optional[Output] = None  # what it writes
-        self.before: list = []  # the tensors of the call before a capture, as _parts has them
+        self.before: list = []  # the tensors of the call before a capture, as parts has them
         self.ahead: Optional[Ahead] = None  # those of `static` that the graph advances
         self.mask: Any = None  # the mask or dict of masks among them
         self.chooser: Optional[Chooser] = None  # of the token, in the graph
@@ -185,8 +137,7 @@ class Step(Replayed):
         return model(**{self.name: cache}, **inputs)
 
     def _eager(self, model: nn.Module, cache: Any, inputs: dict, reason: str):
-        if reason not in PASSING:
-            say(model, reason)
+        say(model, reason)
         return self._call(model, cache, inputs)
 
     def has_made(self, output: Any) -> bool:
@@ -211,8 +162,8 @@ class Step(Replayed):
     def _capture(self, model: nn.Module, cache: Any, inputs: dict, graph: Graph, choice):
         """Captures the call and replays it: a capture computes nothing, but Python's counters
         advance."""
-        static = _map(inputs, torch.clone)
-        tensors = _parts(static)[0]
+        static = mapped(inputs, torch.clone)
+        tensors = parts(static)[0]
         ahead = ahead_of(self.before, tensors, cache) if self.loops else None
         ids = static["input_ids"]
         chooser = None if choice is None else Chooser(choice)
@@ -233,7 +184,7 @@ class Step(Replayed):
             return self._call(model, cache, inputs)
         self.static, self.chooser = [x for _, x in tensors], chooser
         self.ahead, self.mask, self.before = ahead, static.get(MASK), []
-        return self._replay(cache, _parts(inputs)[0], choice)
+        return self._replay(cache, parts(inputs)[0], choice)
 
     def drop(self) -> None:
         super().drop()
@@ -245,36 +196,16 @@ def _kind(inputs: dict, device: torch.device, choice: Optional[Choice]) -> Tuple
     """The tensors among the inputs of a call on a device, and the key of calls that share a
     graph."""
     chosen = None if choice is None else choice.key
-    tensors, plain = _parts(inputs)
+    tensors, plain = parts(inputs)
     facts = tuple([(name, x.shape, x.dtype, x.device) for name, x in tensors])
     modes = Graph.place(device), torch.is_inference_mode_enabled()
     return tensors, (facts, plain, chosen, *modes)
 
 
-def _parts(inputs: dict) -> Tuple[list, tuple]:
-    """(name, tensor) of the tensors among the inputs and in their dicts, and all other values."""
-    tensors, plain = [], []
-    for name, value in inputs.items():
-        items = value.items() if isinstance(value, dict) else ((None, value),)
-        for inner, x in items:
-            if isinstance(x, torch.Tensor):
-                tensors.append(((name, inner), x))
-            else:
-                plain.append((name, inner, x.__class__, x))
-    return tensors, tuple(plain)
-
-
-def _map(value, function: Callable):
-    """The value with function(x) in place of each tensor x in it and in its dicts."""
-    if isinstance(value, dict):
-        return {name: _map(x, function) for name, x in value.items()}
-    return function(value) if isinstance(value, torch.Tensor) else value
-
-
 def say(model: nn.Module, reason: str) -> None:
-    """Logs a warning, once for each model and reason."""
+    """Logs a warning, once for each model and reason that does not pass by itself."""
     said = _said.setdefault(model, set())
-    if reason not in said:
+    if reason not in said and reason not in PASSING:
         said.add(reason)
         logger.warning("%s decodes without a CUDA graph: %s", type(model).__name__, reason)
 
@@ -313,3 +244,9 @@ class Decoding(InPlace):
         if step is None:
             step = self.steps[cache] = Step(cache, name, loops=True)
         return step(self.model, cache, inputs, self.choices.get(cache))
+
+
+def decoding_of(model: nn.Module) -> Optional[Decoding]:
+    """What replaces the model's get_compiled_call, or None."""
+    found = model.__dict__.get(SEAM)
+    return found if isinstance(found, Decoding) else None

@@ -22,7 +22,7 @@ from torch import nn
 from .caches import why_not_cache
 from .capture import Graph
 from .choosing import GLOBALS, Choice, choice_of, hands_on
-from .in_place import InPlace
+from .graphs import Decoding, decoding_of
 from .static_cache import TooLong, check_length, with_static_cache
 
 UTILS = "transformers.generation.utils"
@@ -51,34 +51,20 @@ LENGTH, EOS = "MaxLengthCriteria", "EosTokenCriteria"  # the host knows the leng
 CRITERIA = {LENGTH, "MaxTimeCriteria", EOS, "StopStringCriteria"}
 
 
-class Generate(InPlace):
-    """Replaces a model's generate."""
-
-    name = "generate"
-
-    def __init__(self, model: nn.Module):
-        super().__init__(model)
-        own = type(model).generate
-        self.__doc__, self.__signature__ = own.__doc__, inspect.signature(own.__get__(model))
-
-    def __call__(self, *args, **options):
-        model = self.model
-        kind = type(model)
-        others = options.get("custom_generate"), options.get("cache_implementation") == "paged"
-        if len(args) > 2 or any(others) or why_not_late(kind) is not None:
-            return kind.generate(model, *args, **options)
-        return kind.generate(view_of(model, _view_class(kind)), *args, **options)
+def is_own(kind: type, *names: str) -> bool:
+    """True if the methods of a model's class are those that transformers has for all models."""
+    mixin = getattr(sys.modules.get(UTILS), "GenerationMixin", None)
+    return all(getattr(kind, name, None) is getattr(mixin, name, name) for name in names)
 
 
 def why_not_late(kind: type) -> Optional[str]:
     """Reason why models of the class must read the stop check at once, or None."""
-    utils = sys.modules.get(UTILS)
-    mixin, check = getattr(utils, "GenerationMixin", None), getattr(utils, CHECK, None)
-    if mixin is None or getattr(kind, "generate", None) is not mixin.generate:
+    if not is_own(kind, "generate"):
         return "generate is not transformers' own"
-    loop = getattr(mixin, LOOP, None)
-    found = LOOP in getattr(utils, MODES, {}).values() and getattr(kind, LOOP, None) is loop
-    return None if found and _is_known(loop, check) else "its loop is of no known form"
+    utils = sys.modules[UTILS]
+    found = LOOP in getattr(utils, MODES, {}).values() and is_own(kind, LOOP)
+    known = found and _is_known(getattr(kind, LOOP), getattr(utils, CHECK, None))
+    return None if known else "its loop is of no known form"
 
 
 @functools.lru_cache(maxsize=16)
@@ -94,91 +80,48 @@ def _is_known(loop: Callable, check: Optional[type]) -> bool:
     return True
 
 
-class View:
-    """A model for transformers' generate that shares the model's attributes and has another loop.
-
-    generate looks up its loops on the class. The methods it calls get the model itself.
-    """
-
-    def __init_subclass__(cls, **kwargs):
-        """Skips the hook that the model's class runs for its subclasses."""
-
-
-def view_of(model: nn.Module, kind: type) -> nn.Module:
-    """The model as an object of a class of view_class."""
-    view = object.__new__(kind)
-    object.__setattr__(view, "__dict__", model.__dict__)
-    object.__setattr__(view, "viewed", model)
-    return view
-
-
-def view_class(own: type, members: dict) -> type:
-    """The View of a model's class with these members."""
-    same = {name: getattr(own, name) for name in ("__doc__", "__module__", "__qualname__")}
-    return type(own)(own.__name__, (View, own), {"__slots__": ("viewed",), **same, **members})
-
-
-@functools.cache
-def _view_class(own: type) -> type:
-    names = set(getattr(sys.modules[UTILS], MODES).values())
-    # other ways to decode are code of the Hub
-    return view_class(own, {n: _of_model(own, n) for n in names if hasattr(own, n)})
-
-
-def _of_model(own: type, name: str) -> Callable:
-    """A decoding method for a view, which calls the model's own method on the model."""
-
-    @functools.wraps(getattr(own, name))
-    def method(view, *args, **options):
-        model = view.viewed
-        for each in options.get("logits_processor", ()):
-            if getattr(each, "model", None) is view:  # guidance, which asks it again
-                each.model = model
-        function = decode if name == LOOP else getattr(type(model), name)
-        return function(model, *args, **options)
-
-    return method
-
-
-def decode(
+def sample(
     model: nn.Module, input_ids, logits_processor, stopping_criteria, generation_config, **given
 ):
     """transformers' loop for a model, with the late check if everything that takes part is
     known."""
-    loop = getattr(type(model), LOOP)
+    loop, decoding = getattr(type(model), LOOP), decoding_of(model)
     given.update(
         logits_processor=logits_processor,
         stopping_criteria=stopping_criteria,
         generation_config=generation_config,
     )
+    criteria = Criteria(stopping_criteria)
+    slots = getattr(generation_config, "max_length", None) or 0
     if (
-        not given.get("synced_gpus")
-        and _are_of("logits_process", logits_processor, PROCESSORS)
-        and _are_of("stopping_criteria", stopping_criteria, CRITERIA)
-        and not getattr(generation_config, "disable_compile", True)
+        decoding is None
+        or given.get("synced_gpus")
+        or why_not_late(type(model)) is not None
+        or not _are_of("logits_process", logits_processor, PROCESSORS)
+        or not _are_of("stopping_criteria", stopping_criteria, CRITERIA)
+        or getattr(generation_config, "disable_compile", True)
+        or criteria.max_length > slots  # a token too many would have none
     ):
-        criteria = Criteria(stopping_criteria)
-        slots = getattr(generation_config, "max_length", None) or 0
-        if criteria.max_length <= slots:  # so that a token too many has one
-            late = Late(model, criteria, generation_config.do_sample)
-            if hands_on(loop):
-                late.choice = choice_of(logits_processor, generation_config, input_ids.device)
-            loop = _with(loop, late)
-            given["stopping_criteria"] = criteria
-            given["logits_processor"] = late.choice or logits_processor
-            if "tokenizer" not in inspect.signature(model.forward).parameters:
-                given.pop("tokenizer", None)  # the criteria have it; a graph takes no such input
-            found = with_static_cache(model, input_ids, generation_config, given)
-            try:
-                late.tokens = None if found is given else input_ids.shape[1]
-                try:
-                    return loop(model, input_ids, **found)
-                except TooLong:  # no token was drawn or streamed yet
-                    late.tokens = None
-                    return loop(model, input_ids, **given)
-            finally:
-                late.leave()
-    return loop(model, input_ids, **given)
+        return loop(model, input_ids, **given)
+    late = Late(decoding, criteria, bool(generation_config.do_sample))
+    shown = generation_config.output_scores or generation_config.output_logits
+    if hands_on(loop) and not (shown and generation_config.return_dict_in_generate):
+        late.choice = choice_of(logits_processor, generation_config.do_sample, input_ids.device)
+    loop = _with(loop, late)
+    given["stopping_criteria"] = criteria
+    given["logits_processor"] = late.choice or logits_processor
+    if "tokenizer" not in inspect.signature(model.forward).parameters:
+        given.pop("tokenizer", None)  # the criteria have it; a graph takes no such input
+    found = with_static_cache(model, input_ids, generation_config, given)
+    try:
+        late.tokens = None if found is given else input_ids.shape[1]
+        try:
+            return loop(model, input_ids, **found)
+        except TooLong:  # no token was drawn or streamed yet
+            late.tokens = None
+            return loop(model, input_ids, **given)
+    finally:
+        late.leave()
 
 
 def _are_of(file: str, objects: list, names: set) -> bool:
@@ -235,10 +178,8 @@ def _ended(criterion: Callable, input_ids, scores, options: dict) -> torch.Tenso
 class Late:
     """The replacement of transformers' DeferredStopCheck for one call of generate."""
 
-    def __init__(self, model: nn.Module, criteria: Criteria, draws: Optional[bool]):
-        self.decoding = model.__dict__.get("get_compiled_call")
-        self.known = not criteria.others
-        self.draws = bool(draws)
+    def __init__(self, decoding: Decoding, criteria: Criteria, draws: bool):
+        self.decoding, self.known, self.draws = decoding, not criteria.others, draws
         self.choice: Optional[Choice] = None  # that graphs make
         self.cache: Any = None  # for which they make it
         self.tokens: Optional[int] = None  # of the prompt, into a cache that nobody asked for
@@ -252,9 +193,7 @@ class Late:
             check_length(cache, self.tokens)
         if is_assistant or cache_is_returned and not self.known:
             return False
-        if getattr(self.decoding, "steps", None) is None or Graph.why_not(device) is not None:
-            return False
-        return why_not_cache(cache) is None
+        return Graph.why_not(device) is None and why_not_cache(cache) is None
 
     def __call__(
         self, input_ids, max_length: int, cache: Any, cache_is_returned: bool, streamer=None

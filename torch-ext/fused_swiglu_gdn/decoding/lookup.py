@@ -7,9 +7,11 @@ from typing import Dict, List, Sequence, Tuple, Union
 import torch
 from torch import nn
 
+MOST = 7  # drafts of a round
+
 
 class NotServed(Exception):
-    """The call is left to transformers' loop; nothing was changed."""
+    """The call is left to transformers' loop, for this reason; nothing was changed."""
 
 
 class Drafter:

@@ -28,7 +28,6 @@ from .lookup import Drafter, Weights
 from .reading import inner_of
 from .rounds import RowChoice
 
-MOST = 7  # drafts of a round
 CHUNK = 1024  # tokens of a prompt that the layer reads at once: its mask is 32 MiB for 32,768 slots
 
 

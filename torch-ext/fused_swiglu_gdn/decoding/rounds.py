@@ -18,26 +18,18 @@ Sizes: T tokens of a round, V words of the vocabulary.
 import functools
 from collections import deque
 from contextlib import nullcontext
-from types import SimpleNamespace
-from typing import Any, Callable, List, Optional
+from typing import Any, List, Optional
 
 import torch
-from torch import nn
 
-from .ahead import IDS, MASK, POSITIONS
 from .capture import Graph
-from .choosing import LEAST, Choice, Choosing, choice_of
-from .graph_rules import PASSING, why_not_model, why_not_now
-from .graphs import Replayed, _map, _parts, say
-from .reading import last_hidden
+from .choosing import LEAST, Choice, Choosing
+from .graph_rules import why_not_model, why_not_now
+from .graphs import Replayed, say
+from .inputs import IDS, Following, following, mapped, parts
+from .lookup import Drafter
+from .reading import Reader, last_hidden
 from .rows import TakesBack
-
-
-def rows_choice(processors: list, config: Any, ids: torch.Tensor) -> Optional["RowChoice"]:
-    """The choice of a call of generate with prompt ids [1, T]; None if a graph cannot make it."""
-    asked = SimpleNamespace(return_dict_in_generate=False, do_sample=config.do_sample)
-    found = choice_of(processors, asked, ids.device)
-    return None if found is None else RowChoice(found, ids)
 
 
 class RowChoice(Choosing):
@@ -92,79 +84,20 @@ def right_ones(ids: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return torch.where(ids[1:] == tokens[:-1], T, place).amin()
 
 
-class Following:
-    """Positions and masks of a round that follow from those of an earlier one of as many tokens.
-
-    inputs: of that round. start []: the tokens in the cache before it.
-    """
-
-    def __init__(self, inputs: dict, start: torch.Tensor):
-        self.inputs, self.start = inputs, start
-        T, masks = inputs[IDS].shape[1], inputs.get(MASK)
-        self.row = torch.arange(T, device=start.device)[:, None]
-        several = isinstance(masks, dict)
-        opened = {n: self._opened(x) for n, x in (masks if several else {"": masks}).items()}
-        self.opened = opened if several else opened[""]
-
-    def _opened(self, mask: Optional[torch.Tensor]) -> Optional[tuple]:
-        """The slots, a mask [1, 1, 1, slots] in which all from `start` on are attended, and what a
-        mask has for those that are not."""
-        if mask is None:
-            return None
-        slots = torch.arange(mask.shape[-1], device=mask.device)
-        holds = mask.dtype == torch.bool
-        first = mask[:, :, :1].masked_fill(slots >= self.start, holds)
-        return slots, first, False if holds else torch.finfo(mask.dtype).min
-
-    def now(self, length: torch.Tensor) -> dict:
-        """Returns those for `length` [] tokens in the cache."""
-        found = dict(self.inputs)
-        if POSITIONS in found:
-            found[POSITIONS] = found[POSITIONS] + (length - self.start)
-        if isinstance(self.opened, dict):
-            found[MASK] = {name: self._mask(x, length) for name, x in self.opened.items()}
-        else:
-            found[MASK] = self._mask(self.opened, length)
-        return {name: x for name, x in found.items() if name in self.inputs}
-
-    def _mask(self, opened: Optional[tuple], length: torch.Tensor) -> Optional[torch.Tensor]:
-        """Returns a mask [1, 1, T, slots] of the slots attended before, and of the tokens since."""
-        if opened is None:
-            return None
-        slots, first, closed = opened
-        return first.masked_fill(slots > length + self.row, closed)
-
-
-def following(inputs: dict, start: torch.Tensor, later: dict, length: torch.Tensor):
-    """The Following by which inputs give the later ones, or None. The host waits for the answer."""
-    names = {name for (name, _), _ in _parts(inputs)[0]}
-    masks = [x for (name, _), x in _parts(inputs)[0] if name == MASK]
-    if not {IDS} <= names <= {IDS, POSITIONS, MASK} or any(x.ndim != 4 for x in masks):
-        return None
-    found = Following(inputs, start)
-    (made, plain), (given, others) = _parts(found.now(length)), _parts(later)
-    if plain != others or [name for name, _ in made] != [name for name, _ in given]:
-        return None
-    for ((name, _), x), (_, y) in zip(made, given):
-        if name != IDS and not (x.shape == y.shape and torch.equal(x, y)):
-            return None
-    return found
-
-
 class Round(Replayed):
     """Calls of T tokens on one cache.
 
-    name: of the model's argument that takes the cache. inputs(): transformers' for the tokens `ids`
-    [1, T], which are made only where they are needed. drafter: of the next round on the device, of
-    which `after` is asked in the graph, or None.
+    reader: of the model and the cache. text: the ids so far, to which the latest token belongs.
+    drafter: of the next round on the device, of which `after` is asked in the graph, or None.
     """
 
-    def __init__(self, model: nn.Module, cache: Any, name: str, T: int, choice: RowChoice,
-                 back: TakesBack, inputs: Callable[[torch.Tensor], dict],
-                 drafter: Any = None):  # fmt: skip
-        super().__init__(name)
-        self.model, self.cache, self.T = model, cache, T
-        self.choice, self.back, self.inputs, self.drafter = choice, back, inputs, drafter
+    def __init__(
+        self, reader: Reader, text: List[int], T: int, choice: RowChoice, back: TakesBack,
+        drafter: Optional[Drafter],
+    ):  # fmt: skip
+        super().__init__(reader.name)
+        self.reader, self.model, self.cache = reader, reader.model, reader.cache
+        self.text, self.T, self.choice, self.back, self.drafter = text, T, choice, back, drafter
         device = back.length.device
         self.device = device
         self.ids = torch.zeros(1, T, dtype=torch.int64, device=device)
@@ -205,20 +138,23 @@ class Round(Replayed):
         known = self.T == 1 or self.drafter is not None  # on the device
         return known and self.checked and self.static is None and self.replays > 1
 
+    def _inputs(self) -> dict:
+        """transformers' inputs of the call."""
+        return {**self.reader.inputs(self.ids, self.text[:-1]), IDS: self.ids}
+
     def _run(self) -> None:
         if self.graph is not None:
             if (self.checked or self._holds()) and self._replay():
                 return
             self.drop()
-        inputs = {**self.inputs(self.ids), IDS: self.ids}
+        inputs = self._inputs()
         reason = why_not_now(self.device) or self.reason or why_not_model(self.model)
         if reason is not None:
-            if reason not in PASSING:
-                say(self.model, reason)
+            say(self.model, reason)
             return self._verify(inputs)
         if self.before is None:
             start = self.back.length.clone()
-            self.before = {**_map(inputs, torch.clone), IDS: self.ids}, start
+            self.before = {**mapped(inputs, torch.clone), IDS: self.ids}, start
             return Graph(self.device).run(lambda: self._verify(inputs))
         return self._capture(inputs, Graph(self.device))
 
@@ -251,7 +187,7 @@ class Round(Replayed):
     def _capture(self, inputs: dict, graph: Graph) -> None:
         before, back = self.before, self.back
         made = following(*before, inputs, back.length)
-        static = None if made is not None else {**_map(inputs, torch.clone), IDS: self.ids}
+        static = None if made is not None else {**mapped(inputs, torch.clone), IDS: self.ids}
 
         def step():
             self._verify(made.now(back.length) if made else static)
@@ -272,8 +208,8 @@ class Round(Replayed):
     def _replay(self) -> bool:
         """Replays the graph; returns False where transformers' inputs have another shape now."""
         if self.static is not None:
-            new = _parts({**self.inputs(self.ids), IDS: self.ids})[0]
-            pairs = [(mine, x) for (_, mine), (_, x) in zip(_parts(self.static)[0], new)]
+            new = parts(self._inputs())[0]
+            pairs = [(mine, x) for (_, mine), (_, x) in zip(parts(self.static)[0], new)]
             if any(mine.shape != x.shape for mine, x in pairs):
                 return False
             for mine, x in pairs:

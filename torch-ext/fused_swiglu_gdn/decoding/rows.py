@@ -16,7 +16,7 @@ from torch import nn
 
 from ..layers.norm import serves
 from ..layers.plain import named_modules, served_as
-from .caches import lengths_of, linear_layers, why_not_states
+from .caches import lengths_of, linear_layers, named_like
 
 # layers of ours that keep the state after each token -> also where there are no kernels
 KEEPING = {"GatedDeltaNet": True, "KimiDeltaAttention": False}
@@ -127,14 +127,6 @@ def _taps(layer: Any) -> int:
     return layer.conv_states[0].shape[2]
 
 
-def why_not_rows(cache: Any, model: nn.Module) -> Optional[str]:
-    """Reason why tokens cannot be taken back from a static cache of the model, or None."""
-    reason = why_not_states(cache)
-    if reason is None and len(linear_layers(cache)) != keeping(model):
-        reason = "a layer with a recurrent state is not served"
-    return reason
-
-
 def with_rows(cache: Any, T: int) -> None:
     """Lets the layers with a recurrent state take rounds of up to T tokens."""
     for layer in linear_layers(cache):
@@ -144,9 +136,9 @@ def with_rows(cache: Any, T: int) -> None:
 
 @functools.cache
 def _layer_class(own: type, T: int) -> type:
-    """A class of cache layers with Rows. It has one base class, as Python changes no object's class
-    to one with another layout."""
+    """A class of cache layers with Rows."""
 
+    @named_like(own)
     class Layer(own):
         round_tokens = T
         rows: Optional[Rows] = None
@@ -163,7 +155,4 @@ def _layer_class(own: type, T: int) -> type:
                 inplace_final_state=True, **options,
             )[0]  # fmt: skip
 
-    Layer.__name__, Layer.__qualname__, Layer.__module__ = (
-        own.__name__, own.__qualname__, own.__module__
-    )  # fmt: skip
     return Layer

@@ -33,13 +33,16 @@ class TooLong(Exception):
     """A prompt has put more tokens into a cache than it has ids."""
 
 
-def with_static_cache(model: nn.Module, ids: torch.Tensor, config: Any, given: dict) -> dict:
+def with_static_cache(
+    model: nn.Module, ids: torch.Tensor, config: Any, given: dict, more: int = 0
+) -> dict:
     """Returns the arguments of generate's loop, a static cache among them for an empty dynamic one.
 
     They are returned as they are if the caller holds the cache or receives it, if tokens would not
     be replays, or if a graph would not pay.
 
-    ids [B, T]: of the prompt. config: the GenerationConfig of the call.
+    ids [B, T]: of the prompt. config: the GenerationConfig of the call. more: slots behind those of
+    the longest text.
     """
     name = next((name for name in CACHE_NAMES if name in given), None)
     slots = getattr(config, "max_length", None)
@@ -47,6 +50,7 @@ def with_static_cache(model: nn.Module, ids: torch.Tensor, config: Any, given: d
         return given
     if name is None or ids.ndim != 2 or type(slots) is not int or not _is_replaceable(given[name]):
         return given
+    slots += more
     odd = given.get("inputs_embeds") is not None or given.get("use_cache") is False
     if odd or model.training or any(getattr(config, each, None) for each in ASKED):
         return given

@@ -4,7 +4,6 @@ A replay runs no Python, so modules and cache layers must hold the same objects 
 addresses as at the capture. `Watch` compares them in tens of microseconds, at every call.
 """
 
-import contextlib
 import gc
 import sys
 from collections import deque
@@ -292,26 +291,3 @@ class CacheWatch:
     def set_counts(self, counts: List[int]) -> None:
         for (attributes, _), count in zip(self.counting, counts):
             attributes[COUNT] = count
-
-
-@contextlib.contextmanager
-def capturing(cache: Any, model: nn.Module, what: str):
-    """Around a capture of what calls the model with a cache.
-
-    Yields an object. Afterwards its `watch` is that of the cache, and its `reason` says why what
-    was captured cannot be replayed, or is None. What Python counts of the cache is put back.
-    """
-    found = SimpleNamespace(watch=CacheWatch(cache), reason=None)
-    before, counts = ModelWatch(model), found.watch.counts()
-    try:
-        yield found
-        if not found.watch.holds(cache):
-            raise RuntimeError("it puts new tensors into its cache")
-        if before.counts_on():
-            raise RuntimeError("its modules count their steps")
-    except Exception as error:
-        cause = error.__context__ or error  # the end of the capture fails after its cause
-        said = str(cause).partition("\n")[0] or type(cause).__name__
-        found.reason = f"{what} cannot be captured: {said}"
-    finally:
-        found.watch.set_counts(counts)

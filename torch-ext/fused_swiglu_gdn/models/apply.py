@@ -8,9 +8,8 @@ from typing import List, Optional, Sequence, Tuple, Union
 import torch
 from torch import nn
 
-from ..decoding.drafts import serve_drafts
+from ..decoding.generate import restore_graphs, serve_drafts, serve_graphs
 from ..decoding.graph_rules import why_not_model
-from ..decoding.graphs import restore_graphs, serve_graphs
 from ..layers.plain import PLAIN_TENSORS, Named, named_modules, told
 from ..layers.replay import PAYS_FROM
 from ..parallel.checks import is_group

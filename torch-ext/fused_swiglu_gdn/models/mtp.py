@@ -8,7 +8,8 @@ from typing import Any, Dict, Mapping, Union
 import torch
 from torch import nn
 
-from ..decoding.mtp import MOST, Mtp
+from ..decoding.lookup import MOST
+from ..decoding.mtp import Mtp
 from ..decoding.reading import inner_of
 from ..layers.plain import named_modules, served_as
 from ..runtime.checks import is_int, is_model
