@@ -2,7 +2,8 @@
 
 Every entry of FORMS is a class of MLPs of width 16 -> 24 -> 16, or a function that makes a module,
 with what kernelize must say of it: None where it is the formula, else a part of the reason for
-leaving it alone. TEXTS has those of which only the forward is another.
+leaving it alone. TEXTS has those of which only the forward is another. What is put in the place of
+parts of a model: tests/models/test_changes_after.py.
 """
 
 import functools
@@ -144,11 +145,6 @@ def tie(m):
     m.up_proj.weight = m.gate_proj.weight
 
 
-class Patched(nn.SiLU):
-    def forward(self, x):
-        return x.relu()
-
-
 def forged():
     """A class that says it is transformers' own."""
     kind = type("NewGELUActivation", (nn.Module,), {"forward": lambda self, x: x.relu()})
@@ -203,62 +199,19 @@ class OwnCallImpl(P):
         return super()._call_impl(*args, **kwargs) * 2
 
 
-class Adapter(nn.Module):
-    def __init__(self, base):
-        super().__init__()
-        self.base, self.lora = base, nn.Linear(base.in_features, base.out_features)
-
-    def forward(self, x):
-        return self.base(x) + self.lora(x)
-
-
 class Loud(nn.Linear):
     def forward(self, x):
         return super().forward(x) * 2
-
-
-def hook(module, args, out):
-    return out * 2
-
-
-def hide(m):
-    m.__dict__["up_proj"] = m.gate_proj
-
-
-def own_forward(m):
-    m.forward = lambda x: x
 
 
 def loud_call(m):
     m.up_proj._call_impl = lambda x: x[..., :1] * x.new_ones(N)
 
 
-def spectral(m):
-    nn.utils.spectral_norm(m.up_proj)
-
-
-def parametrize(m):
-    nn.utils.parametrizations.weight_norm(m.up_proj)
-
-
-def old_weight_norm(m):
-    nn.utils.weight_norm(m.gate_proj)
-
-
 class OwnDict(P):
     @property
     def __dict__(self):
         return {**super().__dict__, "extra": 1}
-
-
-def narrow(m):
-    m.up_proj = nn.Linear(K, 1)
-
-
-def gelu_new():
-    from transformers.activations import ACT2FN
-
-    return ACT2FN["gelu_new"]
 
 
 def named(name):
@@ -342,33 +295,16 @@ FORMS = {
     "gelu tanh": (with_parts(act_fn=nn.GELU(approximate="tanh")), None),
     "gelu_new": (with_parts(act_fn=named("gelu_new")), None),
     "one weight for two": (changed(tie), None),
-    "gelu": (with_parts(act_fn=named("gelu")), "GELUActivation, by erf"),
     "quick_gelu": (with_parts(act_fn=named("quick_gelu")), "QuickGELU"),
-    "a subclass of SiLU": (with_parts(act_fn=lambda: Patched()), "its activation is Patched"),
     "a forged activation": (with_parts(act_fn=forged), "its activation is NewGELU"),
-    "own forward of the activation": (
-        changed(lambda m: setattr(m.act_fn, "forward", F.relu)), "its activation is SiLU"),
-    "hook on the activation": (
-        changed(lambda m: m.act_fn.register_forward_hook(hook)), "its activation is SiLU"),
     "a property": (PropertyPart, "attribute up_proj"),
     "__getattr__": (GetAttr, "__getattr__ of its own"),
     "__call__": (OwnCall, "__call__ of its own"),
     "_call_impl": (OwnCallImpl, "_call_impl of its own"),
-    "adapter": (changed(lambda m: setattr(m, "up_proj", Adapter(m.up_proj))), None),
     "a subclass of nn.Linear": (with_parts(gate_proj=lambda: Loud(K, N)), None),
-    "hook on a part": (
-        changed(lambda m: m.up_proj.register_forward_hook(hook)), None),
-    "own forward of a part": (
-        changed(lambda m: setattr(m.gate_proj, "forward", m.up_proj.forward)), None),
     "own call of a part": (changed(loud_call), None),
     "an offloaded part": (changed(lambda m: setattr(m.up_proj, "_hf_hook", object())), None),
-    "a hidden part": (changed(hide), "up_proj is no module of its own"),
-    "own forward": (changed(own_forward), "replaced already"),
-    "spectral norm": (changed(spectral), None),
-    "parametrized": (changed(parametrize), None),
-    "old weight norm": (changed(old_weight_norm), None),
     "__dict__": (OwnDict, "__dict__ of its own"),
-    "up of one column": (changed(narrow), "several dtypes, or sizes"),
 }  # fmt: skip
 for _name, (_text, _expected, *_base) in TEXTS.items():
     FORMS[_name] = written(_text, *_base), _expected

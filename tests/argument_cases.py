@@ -66,363 +66,235 @@ class Case(NamedTuple):
     values: bool = True  # whether what is returned has values
 
 
+def case(function: str, taken: Dict[str, str], /, *made: Callable, **given) -> Case:
+    """A tuple of sizes is a tensor of ones; made: functions of the package that give further
+    arguments."""
+
+    def make(kernel) -> dict:
+        found = {}
+        for more in made:
+            found.update(more(kernel))
+        for name, x in given.items():
+            found[name] = ones(x) if isinstance(x, tuple) else x
+        return found
+
+    return Case(function, make, taken)
+
+
+def on_a_ring(*names: str, max_tokens: int = 1) -> Callable:
+    return lambda kernel: decoding(kernel, *names, max_tokens=max_tokens)
+
+
 WIDE = "float16 float64"  # beside fp32: the dtypes may differ
+ROWS = "rank+1 rank-1 less0 more0 none0"  # any dimensions before the last
 RULE = {"g": WIDE, "beta": WIDE, "initial_state": WIDE}
 GATED = {**RULE, "A_log": WIDE, "dt_bias": WIDE}
-CHANNELS = {**RULE, "A_log": WIDE + " rank+1", "dt_bias": WIDE + " rank+1"}
-UNUSED = {  # aiter's, taken for its callers
+CHANNELS = {**RULE, "A_log": WIDE + " rank+1", "dt_bias": WIDE + " rank+1", "lower_bound": "minus"}
+PAIRED = {**RULE, "initial_state": WIDE + " more0", "state_indices": "low"}  # rows of a pool
+PROMPT, TOKEN = {"checkpoint_every": "zero"}, {"null_index": "zero"}
+OF_FLA = {"cu_seqlens_cpu": "tensor", "max_num_seqs": "zero"}
+OF_AITER = {  # taken for its callers
     "seq_lens_cpu": "tensor", "snapshot_dtype": "int8 float8 complex",
     "prefill_metadata": "word number list tensor",
 }  # fmt: skip
+COUNTS = {"num_decodes": "zero", "num_decode_tokens": "zero"}
+LOSS = dict(hidden=(2, 4), weight=(3, 4), target=ints(0, 2), bias=(3,), softcap=2.0)
+WEIGHTS = dict(x=(2, 4), w_gate=(3, 4), w_up=(3, 4), b_gate=(3,), b_up=(3,))
+K_FIRST, V_FIRST = (2, 4, 6, 5), (2, 4, 5, 6)  # states with keys first, and with values first
+CHUNK = "chunk_gated_delta_rule"
+STEPS, BY_AITER = "fused_recurrent_gated_delta_rule", "chunk_gated_delta_rule_opt_vk"
 CASES = [
-    Case(
-        "fused_swiglu",
-        lambda kernel: {
-            "x": ones(2, 4), "w_gate": ones(3, 4), "w_up": ones(3, 4), "b_gate": ones(3),
-            "b_up": ones(3),
-        },
-        {"x": "rank+1 rank-1 less0 more0 none0"},
+    case("fused_swiglu", {"x": ROWS}, **WEIGHTS),
+    case("fused_swiglu_mlp", {"x": ROWS}, **WEIGHTS, w_down=(4, 3), b_down=(4,)),
+    case("silu_mul", {}, gate=(2, 4), up=(2, 4)),
+    case(
+        "fused_experts", {"top_k_index": "high low", "top_k_weights": WIDE},
+        x=(2, 4), w_gate_up=(3, 10, 4), w_down=(3, 4, 5), limit=1.0,
+        top_k_index=ints(0, 1, 2, 0).view(2, 2), top_k_weights=(2, 2), b_gate_up=(3, 10),
+        b_down=(3, 4),
     ),
-    Case(
-        "fused_swiglu_mlp",
-        lambda kernel: {
-            "x": ones(2, 4), "w_gate": ones(3, 4), "w_up": ones(3, 4), "w_down": ones(4, 3),
-            "b_gate": ones(3), "b_up": ones(3), "b_down": ones(4),
-        },
-        {"x": "rank+1 rank-1 less0 more0 none0"},
+    case(
+        "fused_topk", {"logits": WIDE + " less0 more0 none0", "bias": WIDE, "eps": "zero"},
+        logits=(3, 6), top_k=2, bias=(6,), n_group=3, topk_group=2, eps=0.5,
     ),
-    Case("silu_mul", lambda kernel: {"gate": ones(2, 4), "up": ones(2, 4)}),
-    Case(
-        "fused_experts",
-        lambda kernel: {
-            "x": ones(2, 4), "w_gate_up": ones(3, 10, 4), "w_down": ones(3, 4, 5),
-            "top_k_index": ints(0, 1, 2, 0).view(2, 2), "top_k_weights": ones(2, 2),
-            "b_gate_up": ones(3, 10), "b_down": ones(3, 4), "limit": 1.0,
-        },
-        {"top_k_index": "high low", "top_k_weights": WIDE},
+    case(
+        "rms_norm", {"weight": WIDE, "eps": "zero", "offset": "zero"},
+        x=(2, 4), weight=(4,), residual=(2, 4), after=True,
     ),
-    Case(
-        "fused_topk",
-        lambda kernel: {
-            "logits": ones(3, 6), "top_k": 2, "bias": ones(6), "n_group": 3, "topk_group": 2,
-            "eps": 0.5,
-        },
-        {"logits": "float16 float64 less0 more0 none0", "bias": WIDE, "eps": "zero"},
-    ),
-    Case(
-        "rms_norm",
-        lambda kernel: {"x": ones(2, 4), "weight": ones(4), "residual": ones(2, 4), "after": True},
-        {"weight": WIDE, "eps": "zero", "offset": "zero"},
-    ),
-    Case(
+    case(
         "linear_cross_entropy",
-        lambda kernel: {
-            "hidden": ones(2, 4), "weight": ones(3, 4), "target": ints(0, 2), "bias": ones(3),
-            "softcap": 2.0,
-        },
-        {"label_smoothing": "zero", "z_loss": "zero", "ignore_index": "minus zero"},
+        {"label_smoothing": "zero", "z_loss": "zero", "ignore_index": "minus zero"}, **LOSS,
     ),
-    Case(
-        "token_log_probs",
-        lambda kernel: {
-            "hidden": ones(2, 4), "weight": ones(3, 4), "target": ints(0, 2), "bias": ones(3),
-            "softcap": 2.0,
-        },
-        {"ignore_index": "minus zero"},
+    case("token_log_probs", {"ignore_index": "minus zero"}, **LOSS),
+    case(
+        "rms_norm_gated", {"x": WIDE, "gate": WIDE, "weight": WIDE, "eps": "zero"},
+        x=(2, 4), gate=(2, 4), weight=(4,),
     ),
-    Case(
-        "rms_norm_gated",
-        lambda kernel: {"x": ones(2, 4), "gate": ones(2, 4), "weight": ones(4)},
-        {"x": WIDE, "gate": WIDE, "weight": WIDE, "eps": "zero"},
+    case(
+        "gated_delta_gate", {"a": f"{WIDE} {ROWS}", "A_log": WIDE, "dt_bias": WIDE},
+        a=(2, 4), A_log=(4,), dt_bias=(4,),
     ),
-    Case(
-        "gated_delta_gate",
-        lambda kernel: {"a": ones(2, 4), "A_log": ones(4), "dt_bias": ones(4)},
-        {"a": "float16 float64 rank+1 rank-1 less0 more0 none0", "A_log": WIDE, "dt_bias": WIDE},
-    ),
-    Case(
-        "sigmoid_gate",
-        lambda kernel: {"x": ones(2, 4), "gate": ones(2, 4)},
-        {"x": WIDE, "gate": WIDE},
-    ),
-    Case(
+    case("sigmoid_gate", {"x": WIDE, "gate": WIDE}, x=(2, 4), gate=(2, 4)),
+    case(
         "causal_conv1d_fn",
-        lambda kernel: {
-            "x": ones(1, 3, 8), "weight": ones(3, 4), "bias": ones(3),
-            "seq_idx": torch.zeros(1, 8).int(),
-        },
-        {
-            "x": WIDE, "weight": "float16 float64 less1 more1", "bias": WIDE,
-            "seq_idx": "int64 high low",
-        },
+        {"x": WIDE, "weight": WIDE + " less1 more1", "bias": WIDE, "seq_idx": "int64 high low"},
+        x=(1, 3, 8), weight=(3, 4), bias=(3,), seq_idx=torch.zeros(1, 8).int(),
     ),
-    Case(
-        "causal_conv1d_fn",
-        lambda kernel: {
-            "x": ones(1, 3, 8), "weight": ones(3, 4), "initial_states": ones(2, 3, 3), **PACKED,
-        },
-        {"x": WIDE, "weight": WIDE, "initial_states": WIDE},
+    case(
+        "causal_conv1d_fn", {"x": WIDE, "weight": WIDE, "initial_states": WIDE},
+        x=(1, 3, 8), weight=(3, 4), initial_states=(2, 3, 3), **PACKED,
     ),
-    Case(
+    case(
         "causal_conv1d_update",
-        lambda kernel: {
-            "x": ones(2, 3), "conv_state": ones(2, 3, 4), "weight": ones(3, 4), "bias": ones(3),
-            "out": ones(2, 3),
-        },
-        {
-            "conv_state": "float16 float64 less2 more2", "weight": "float16 float64 less1 more1",
-            "bias": WIDE, "null_index": "zero",
-        },
+        {"conv_state": WIDE + " less2 more2", "weight": WIDE + " less1 more1", "bias": WIDE,
+         **TOKEN},
+        x=(2, 3), conv_state=(2, 3, 4), weight=(3, 4), bias=(3,), out=(2, 3),
     ),
-    Case(
+    case(
         "causal_conv1d_update",
-        lambda kernel: {
-            "x": ones(2, 3, 3), "conv_state": ones(5, 3, 5), "weight": ones(3, 4),
-            "conv_state_indices": ints(4, 0), "num_accepted_tokens": ints(1, 3),
-        },
-        {
-            "x": "float16 float64 less2 none2", "conv_state": "float16 float64 more0 more2",
-            "weight": "float16 float64 less1", "conv_state_indices": "low", "null_index": "zero",
-        },
+        {"x": WIDE + " less2 none2", "conv_state": WIDE + " more0 more2",
+         "weight": WIDE + " less1", "conv_state_indices": "low", **TOKEN},
+        x=(2, 3, 3), conv_state=(5, 3, 5), weight=(3, 4), conv_state_indices=ints(4, 0),
+        num_accepted_tokens=ints(1, 3),
     ),
-    Case(
+    case(
         "causal_conv1d_update",
-        lambda kernel: {
-            "x": ones(1, 3, 8), "conv_state": ones(2, 3, 5), "weight": ones(3, 4), **PACKED,
-        },
-        {
-            "x": WIDE, "conv_state": "float16 float64 less2 more2",
-            "weight": "float16 float64 less1 more1", "null_index": "zero",
-        },
+        {"x": WIDE, "conv_state": WIDE + " less2 more2", "weight": WIDE + " less1 more1", **TOKEN},
+        x=(1, 3, 8), conv_state=(2, 3, 5), weight=(3, 4), **PACKED,
     ),
-    Case(
+    case(
         "fused_qk_norm_rope",
-        lambda kernel: {
-            "q": ones(2, 3, 4, 8), "k": ones(2, 3, 2, 8),
-            "cos": ones(2, 3, 6), "sin": ones(2, 3, 6),
-            "q_weight": ones(8), "k_weight": ones(8), "v": ones(2, 3, 2, 5),
-            "key_cache": ones(2, 2, 7, 8), "value_cache": ones(2, 2, 7, 5),
-            "cache_position": torch.tensor(1),
-        },
-        {
-            "q": "less2 more2 none2", "q_weight": WIDE, "k_weight": WIDE, "eps": "zero",
-            "offset": "minus zero", "v": WIDE, "key_cache": WIDE, "value_cache": WIDE,
-        },
+        {"q": "less2 more2 none2", "q_weight": WIDE, "k_weight": WIDE, "eps": "zero",
+         "offset": "minus zero", "v": WIDE, "key_cache": WIDE, "value_cache": WIDE},
+        q=(2, 3, 4, 8), k=(2, 3, 2, 8), cos=(2, 3, 6), sin=(2, 3, 6), q_weight=(8,), k_weight=(8,),
+        v=(2, 3, 2, 5), key_cache=(2, 2, 7, 8), value_cache=(2, 2, 7, 5),
+        cache_position=torch.tensor(1),
     ),
-    Case(
+    case(
         "fused_qk_norm_rope",
-        lambda kernel: {
-            "q": ones(2, 3, 4, 8), "k": ones(2, 3, 2, 8), "cos": ones(2, 3, 3, 2),
-            "sin": ones(2, 3, 3, 2), "interleaved": True, "norm": "all", "q_weight": ones(32),
-            "k_weight": ones(16),
-        },
         {"q_weight": WIDE, "k_weight": WIDE, "eps": "zero", "offset": "minus zero"},
+        q=(2, 3, 4, 8), k=(2, 3, 2, 8), cos=(2, 3, 3, 2), sin=(2, 3, 3, 2), interleaved=True,
+        norm="all", q_weight=(32,), k_weight=(16,),
     ),
-    Case(
+    case(
         "attention_with_kvcache",
-        lambda kernel: {
-            "q": ones(2, 1, 4, 8), "k_cache": ones(2, 2, 7, 8), "v_cache": ones(2, 2, 7, 8),
-            "cache_seqlens": ints(3, 4), "attention_mask": ones(2, 1, 1, 7).bool(),
-        },
-        {
-            "q": "none2", "cache_seqlens": "rank-1 scalar",
-            "attention_mask": "float16 float32 float64 less0", "softmax_scale": "minus zero",
-        },
+        {"q": "none2", "cache_seqlens": "rank-1 scalar", "softmax_scale": "minus zero",
+         "attention_mask": "float16 float32 float64 less0"},
+        q=(2, 1, 4, 8), k_cache=(2, 2, 7, 8), v_cache=(2, 2, 7, 8), cache_seqlens=ints(3, 4),
+        attention_mask=ones(2, 1, 1, 7).bool(),
     ),
-    Case(
+    case(
         "latent_attention_with_kvcache",
-        lambda kernel: {
-            "q": ones(2, 3, 4, 12), "latents": ones(2, 1, 7, 6), "rotated": ones(2, 1, 7, 4),
-            "weight": ones(4 * 13, 6), "qk_nope_head_dim": 8, "cache_seqlens": ints(3, 4),
-            "attention_mask": ones(2, 1, 3, 7).bool(),
-        },
-        {
-            "cache_seqlens": "rank-1 scalar", "softmax_scale": "minus zero",
-            "attention_mask": "float16 float32 float64 less0",
-        },
+        {"cache_seqlens": "rank-1 scalar", "softmax_scale": "minus zero",
+         "attention_mask": "float16 float32 float64 less0"},
+        q=(2, 3, 4, 12), latents=(2, 1, 7, 6), rotated=(2, 1, 7, 4), weight=(4 * 13, 6),
+        qk_nope_head_dim=8, cache_seqlens=ints(3, 4), attention_mask=ones(2, 1, 3, 7).bool(),
     ),
-    Case(
+    case(
         "fused_latent_norm_rope",
-        lambda kernel: {
-            "q": ones(2, 3, 4, 12), "kv": ones(2, 3, 10), "weight": ones(6), "cos": ones(2, 3, 4),
-            "sin": ones(2, 3, 4), "latent_cache": ones(2, 1, 7, 6),
-            "rotated_cache": ones(2, 1, 7, 4), "cache_position": torch.tensor(2),
-        },
-        {
-            "q": "less2 more2 none2 less3 more3", "weight": WIDE, "eps": "zero",
-            "latent_cache": WIDE, "rotated_cache": WIDE,
-        },
+        {"q": "less2 more2 none2 less3 more3", "weight": WIDE, "eps": "zero",
+         "latent_cache": WIDE, "rotated_cache": WIDE},
+        q=(2, 3, 4, 12), kv=(2, 3, 10), weight=(6,), cos=(2, 3, 4), sin=(2, 3, 4),
+        latent_cache=(2, 1, 7, 6), rotated_cache=(2, 1, 7, 4), cache_position=torch.tensor(2),
     ),
-    Case(
-        "chunk_gated_delta_rule",
-        lambda kernel: rule(**gate()),
-        {**GATED, "checkpoint_every": "zero"},
+    case(CHUNK, {**GATED, **PROMPT}, **rule(**gate())),
+    case(
+        CHUNK, {**RULE, **PROMPT},
+        **rule(1, initial_state=K_FIRST, checkpoint_every=64, **PACKED),
     ),
-    Case(
-        "chunk_gated_delta_rule",
-        lambda kernel: rule(1, initial_state=ones(2, 4, 6, 5), checkpoint_every=64, **PACKED),
-        {**RULE, "checkpoint_every": "zero"},
-    ),
-    Case(
-        "chunk_gated_delta_rule",
-        lambda kernel: rule(
-            initial_state=ones(3, 4, 6, 5), state_indices=ints(0, 2), inplace_final_state=False,
+    case(
+        CHUNK, {**PAIRED, **PROMPT},
+        **rule(
+            initial_state=(3, 4, 6, 5), state_indices=ints(0, 2), inplace_final_state=False,
             has_initial_state=ones(2).bool(),
         ),
-        {
-            **RULE, "initial_state": "float16 float64 more0", "state_indices": "low",
-            "checkpoint_every": "zero",
-        },
     ),
-    Case(
-        "fused_recurrent_gated_delta_rule",
-        lambda kernel: rule(out=ones(2, 8, 4, 5), **gate()),
-        {**GATED, "null_index": "zero"},
-    ),
-    Case(
-        "fused_recurrent_gated_delta_rule",
-        lambda kernel: rule(1, initial_state=ones(2, 4, 6, 5), **PACKED),
-        {**RULE, "null_index": "zero"},
-    ),
-    Case(
-        "fused_recurrent_gated_delta_rule",
-        lambda kernel: rule(
-            initial_state=ones(3, 4, 6, 5), state_indices=ints(0, 0), inplace_final_state=True,
+    case(STEPS, {**GATED, **TOKEN}, **rule(out=(2, 8, 4, 5), **gate())),
+    case(STEPS, {**RULE, **TOKEN}, **rule(1, initial_state=K_FIRST, **PACKED)),
+    case(
+        STEPS, {**PAIRED, "output_state_indices": "low", **TOKEN},
+        **rule(
+            initial_state=(3, 4, 6, 5), state_indices=ints(0, 0), inplace_final_state=True,
             output_state_indices=ints(1, 2),
         ),
-        {
-            **RULE, "initial_state": "float16 float64 more0", "state_indices": "low",
-            "output_state_indices": "low", "null_index": "zero",
-        },
     ),
-    Case(
-        "fused_recurrent_gated_delta_rule",
-        lambda kernel: rule(
-            initial_state=ones(16, 4, 6, 5), state_indices=torch.arange(16).view(2, 8),
+    case(
+        STEPS, {**PAIRED, **TOKEN},
+        **rule(
+            initial_state=(16, 4, 6, 5), state_indices=torch.arange(16).view(2, 8),
             inplace_final_state=True, num_accepted_tokens=ints(1, 8),
         ),
-        {
-            **RULE, "initial_state": "float16 float64 more0", "state_indices": "low",
-            "null_index": "zero",
-        },
     ),
-    Case(
-        "chunk_kda",
-        lambda kernel: channels(raw=True),
-        {
-            **CHANNELS, "lower_bound": "minus", "checkpoint_every": "zero",
-            "cu_seqlens_cpu": "tensor", "max_num_seqs": "zero",
-        },
+    case("chunk_kda", {**CHANNELS, **PROMPT, **OF_FLA}, **channels(raw=True)),
+    case(
+        "chunk_kda", {**RULE, "lower_bound": "minus", **PROMPT, **OF_FLA},
+        **channels(1, initial_state=K_FIRST, checkpoint_every=64, **PACKED),
     ),
-    Case(
-        "chunk_kda",
-        lambda kernel: channels(
-            1, initial_state=ones(2, 4, 6, 5), checkpoint_every=64, **PACKED,
-        ),
-        {
-            **RULE, "checkpoint_every": "zero", "lower_bound": "minus",
-            "cu_seqlens_cpu": "tensor", "max_num_seqs": "zero",
-        },
-    ),
-    Case(
+    case("fused_recurrent_kda", {**CHANNELS, **TOKEN}, **channels(raw=True, out=(2, 8, 4, 5))),
+    case(
         "fused_recurrent_kda",
-        lambda kernel: channels(raw=True, out=ones(2, 8, 4, 5)),
-        {**CHANNELS, "lower_bound": "minus", "null_index": "zero"},
-    ),
-    Case(
-        "fused_recurrent_kda",
-        lambda kernel: channels(
-            initial_state=ones(3, 4, 6, 5), state_indices=ints(0, 0), inplace_final_state=True,
+        {**PAIRED, "output_state_indices": "low", "lower_bound": "minus", **TOKEN},
+        **channels(
+            initial_state=(3, 4, 6, 5), state_indices=ints(0, 0), inplace_final_state=True,
             output_state_indices=ints(1, 2),
         ),
-        {**RULE, "initial_state": "float16 float64 more0", "state_indices": "low",
-            "output_state_indices": "low",
-            "lower_bound": "minus", "null_index": "zero"},
     ),
-    Case(
-        "chunk_gated_delta_rule_opt",
-        lambda kernel: rule(1, initial_state=ones(2, 4, 6, 5), **PACKED),
-        {**RULE},
+    case("chunk_gated_delta_rule_opt", RULE, **rule(1, initial_state=K_FIRST, **PACKED)),
+    case(
+        BY_AITER, {**RULE, **OF_AITER, **COUNTS}, **rule(o=(2, 8, 4, 5), initial_state=V_FIRST),
     ),
-    Case(
-        "chunk_gated_delta_rule_opt_vk",
-        lambda kernel: rule(o=ones(2, 8, 4, 5), initial_state=ones(2, 4, 5, 6)),
-        {**RULE, **UNUSED, "num_decodes": "zero", "num_decode_tokens": "zero"},
+    case(
+        BY_AITER,
+        {**RULE, "initial_state": WIDE + " more0", "initial_state_indices": "low", **OF_AITER,
+         **COUNTS},
+        **rule(1, initial_state=(3, 4, 5, 6), initial_state_indices=ints(0, 2), **PACKED),
     ),
-    Case(
-        "chunk_gated_delta_rule_opt_vk",
-        lambda kernel: rule(
-            1, initial_state=ones(3, 4, 5, 6), initial_state_indices=ints(0, 2), **PACKED
-        ),
-        {
-            **RULE, **UNUSED, "initial_state": "float16 float64 more0", "num_decodes": "zero",
-            "num_decode_tokens": "zero", "initial_state_indices": "low",
-        },
+    case(
+        BY_AITER, {**RULE, **OF_AITER},
+        **rule(1, initial_state=V_FIRST, cu_seqlens=ints(0, 1, 2, 5, 10), num_decodes=2,
+               num_decode_tokens=2),
     ),
-    Case(
-        "chunk_gated_delta_rule_opt_vk",
-        lambda kernel: rule(
-            1, initial_state=ones(2, 4, 5, 6), cu_seqlens=ints(0, 1, 2, 5, 10), num_decodes=2,
-            num_decode_tokens=2,
-        ),
-        {**RULE, **UNUSED},
-    ),
-    Case(
+    case(
         "make_ring",
-        lambda kernel: {"state": ones(2, 4, 5, 6), "heads": 2, "dtype": torch.half},
-        {"state": "meta float16 float64 less0 more0 none0 less2 more2 none2 less3 more3 none3"},
-        values=False,
-    ),
-    Case(
+        {"state": f"meta {WIDE} less0 more0 none0 less2 more2 none2 less3 more3 none3"},
+        state=V_FIRST, heads=2, dtype=torch.half,
+    )._replace(values=False),
+    case(
         "replay_gated_delta_rule",
-        lambda kernel: {
-            **decoding(kernel), **gate(), "force_flush": ones(2).bool(), "out": ones(2, 1, 4, 5),
-        },
-        {**GATED, "ring": "float16:u float64:u float64:g", "null_index": "zero"},
+        {**GATED, "ring": "float16:u float64:u float64:g", **TOKEN},
+        on_a_ring(), **gate(), force_flush=ones(2).bool(), out=(2, 1, 4, 5),
     ),
-    Case(
+    case(
         "replay_gated_delta_rule",
-        lambda kernel: {**decoding(kernel), "state_indices": ints(1, 0)},
-        {
-            **RULE, "ring": "float16:u float64:u float64:g", "state_indices": "low",
-            "null_index": "zero",
-        },
+        {**RULE, "ring": "float16:u float64:u float64:g", "state_indices": "low", **TOKEN},
+        on_a_ring(), state_indices=ints(1, 0),
     ),
-    Case(
+    case(
         "advance_ring",
-        lambda kernel: {
-            **decoding(kernel, "ring", "cursor", max_tokens=2), "num_accepted_tokens": ints(1, 2),
-            "force_flush": ones(2).bool(), "state_indices": ints(1, 0),
-        },
         {
             "ring": (
                 "float16:k float64:k less1:k less3:k more3:k none3:k float16:u float64:u less3:u "
                 "more3:u none3:u float64:g"
             ),
-            "state_indices": "low", "null_index": "zero",
+            "state_indices": "low", **TOKEN,
         },
+        on_a_ring("ring", "cursor", max_tokens=2), num_accepted_tokens=ints(1, 2),
+        force_flush=ones(2).bool(), state_indices=ints(1, 0),
     ),
-    Case(
+    case(
         "materialise_ring",
-        lambda kernel: {
-            **decoding(kernel, "ring", "cursor"), "state": ones(2, 4, 5, 6),
-            "state_indices": ints(1, 0),
-        },
-        {
-            "state": WIDE, "ring": "float16:k float64:k less1:k float16:u float64:u float64:g",
-            "state_indices": "low", "null_index": "zero",
-        },
+        {"state": WIDE, "ring": "float16:k float64:k less1:k float16:u float64:u float64:g",
+         "state_indices": "low", **TOKEN},
+        on_a_ring("ring", "cursor"), state=V_FIRST, state_indices=ints(1, 0),
     ),
-    Case("FusedSwiGLU", lambda kernel: {"in_features": 4, "hidden_dim": 6}),
-    Case(
-        "build_cp_context",
-        lambda kernel: {"cu_seqlens": ints(0, 4, 12), "cu_seqlens_cpu": ints(0, 4, 12)},
-        {"cu_seqlens": "int8", "cu_seqlens_cpu": "int8"},
+    case("FusedSwiGLU", {}, in_features=4, hidden_dim=6),
+    case(
+        "build_cp_context", {"cu_seqlens": "int8", "cu_seqlens_cpu": "int8"},
+        cu_seqlens=ints(0, 4, 12), cu_seqlens_cpu=ints(0, 4, 12),
     ),
-    Case("build_cp_context", lambda kernel: {"cu_seqlens": [0, 4, 8, 12], "batch_size": 3}),
-    Case(
+    case("build_cp_context", {}, cu_seqlens=[0, 4, 8, 12], batch_size=3),
+    case(
         "shard_batch",
-        lambda kernel: {"batch": batch()},
         {
             "batch": (
                 "int8:input_ids high:input_ids low:input_ids int8:labels high:labels low:labels "
@@ -431,25 +303,19 @@ CASES = [
                 "low:attention_mask int8:position_ids"
             ),
         },
+        batch=batch(),
     ),
-    Case(
-        "kernelize",
-        lambda kernel: {"model": nn.Linear(4, 4)},
-        {"replay": "zero"},
-    ),
-    Case("restore", lambda kernel: {"model": nn.Linear(4, 4)}),
-    Case("decorate", lambda kernel: {"model": nn.Linear(4, 4)}),
-    Case(
-        "graphed_step",
+    *[
+        case(name, taken, lambda kernel: {"model": nn.Linear(4, 4)})
+        for name, taken in (("kernelize", {"replay": "zero"}), ("restore", {}), ("decorate", {}))
+    ],
+    case(
+        "graphed_step", {},
         lambda kernel: {"model": nn.Linear(4, 4), "cache": static_cache(), "batch_size": 2},
     ),
-    Case(
-        "layer_mapping",
-        lambda kernel: {"source": "org/name", "version": 1},
-        {"version": "zero"},
-    ),
-    Case("layer_mapping", lambda kernel: {}),
-    Case("implementation_of", lambda kernel: {"function": lambda: None}),
+    case("layer_mapping", {"version": "zero"}, source="org/name", version=1),
+    case("layer_mapping", {}),
+    case("implementation_of", {}, function=lambda: None),
 ]  # fmt: skip
 
 EXCUSED = {  # public names without a case

@@ -128,6 +128,14 @@ def device(request):
     return torch.device(request.param)
 
 
+def captured(function, *arguments, **words) -> tuple:
+    """A CUDA graph of a call, which has run before, and what the call gave in the capture."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = function(*arguments, **words)
+    return graph, result
+
+
 @pytest.fixture
 def by_portable(monkeypatch):
     """The portable kernels compute tensors of the CPU, where Triton's interpreter runs them."""

@@ -2,13 +2,12 @@
 should compute the same. One that does not apply to a class raises Inapplicable.
 
 What a forward computes is found by running it, so that its spelling is of no matter: here is what a
-run meets another way, which is decorators, arguments, parts, helpers, conditions and calls.
+run meets another way, one case a kind: decorators, arguments, parts, helpers, conditions, calls.
 """
 
 import ast
 import copy
 import re
-from textwrap import indent
 from typing import Callable, Dict, List
 
 from refactor_cases import Unit, rename_members
@@ -21,10 +20,10 @@ class Inapplicable(Exception):
     """The class has nothing that the refactor is about."""
 
 
-def refactor(function=None, *, name=None, kinds=None):
+def refactor(function=None, *, kinds=None):
     def keep(function):
         function.kinds = kinds
-        REFACTORS[name or function.__name__] = function
+        REFACTORS[function.__name__] = function
         return function
 
     return keep if function is None else keep(function)
@@ -135,41 +134,18 @@ def arguments_renamed(unit):
     rename_arguments(unit, NEW)
 
 
-RENAMED = """
-def renamed_argument(old, new):
-    def decorate(function):
-        @functools.wraps(function)
-        def wrapper(*args, **kwargs):
-            if old in kwargs:
-                kwargs[new] = kwargs.pop(old)
-            return function(*args, **kwargs)
-        return wrapper
-    return decorate
-"""
 DEPRECATED = "from transformers.utils.deprecation import deprecate_kwarg"
 
 
-def cache_renamed(decorator: str, before: str):
-    """The cache has another name, and a decorator translates the old one."""
-
-    def change(unit):
-        names = rename_arguments(unit, {"past_key_values": "cache", "cache_params": "cache"})
-        unit.before += statements(before)
-        for old, new in names.items():
-            unit.forward.decorator_list.insert(0, expression(decorator.format(old, new)))
-        unit.calls_old.append({new: old for old, new in names.items()})
-
-    return change
-
-
-cache_renamed_deprecated = refactor(  # as transformers 5.24 does it
-    cache_renamed('deprecate_kwarg("{}", version="99.0", new_name="{}")', DEPRECATED),
-    name="cache_renamed_deprecated", kinds=WITH_CACHE,
-)  # fmt: skip
-cache_renamed_own_decorator = refactor(
-    cache_renamed("renamed_argument('{}', '{}')", RENAMED),
-    name="cache_renamed_own_decorator", kinds=WITH_CACHE,
-)  # fmt: skip
+@refactor(kinds=WITH_CACHE)
+def cache_renamed(unit):
+    """The cache has another name, and a decorator translates the old one, as in transformers."""
+    names = rename_arguments(unit, {"past_key_values": "cache", "cache_params": "cache"})
+    unit.before += statements(DEPRECATED)
+    for old, new in names.items():
+        decorator = f'deprecate_kwarg("{old}", version="99.0", new_name="{new}")'
+        unit.forward.decorator_list.insert(0, expression(decorator))
+    unit.calls_old.append({new: old for old, new in names.items()})
 
 
 def optional(unit) -> None:
@@ -189,16 +165,6 @@ def arguments_reordered(unit):
     unit.by_keyword = True
 
 
-@refactor(kinds=WITH_CACHE)
-def hidden_states_last(unit):
-    a = unit.forward.args
-    need(len(a.args) > 2)
-    optional(unit)
-    a.args[1:] = [*a.args[2:], a.args[1]]
-    a.defaults = [*a.defaults, ast.Constant(None)]
-    unit.by_keyword = True
-
-
 @refactor
 def keyword_only(unit):
     a = unit.forward.args
@@ -209,22 +175,12 @@ def keyword_only(unit):
     unit.by_keyword = True
 
 
-def add_argument(unit, name: str, default: str, keyword_only=False) -> None:
+def add_argument(unit, name: str, default: str) -> None:
     a = unit.forward.args
-    if keyword_only:
-        a.kwonlyargs.append(ast.arg(name))
-        a.kw_defaults.append(expression(default))
-    else:
-        if len(a.args) - len(a.defaults) > 2 or (len(a.args) > 2 and not a.defaults):
-            optional(unit)
-        a.args.append(ast.arg(name))
-        a.defaults.append(expression(default))
-
-
-@refactor
-def new_ignored_arguments(unit):
-    add_argument(unit, "layer_head_mask", "None")
-    add_argument(unit, "cache_position", "None", True)
+    if len(a.args) - len(a.defaults) > 2 or (len(a.args) > 2 and not a.defaults):
+        optional(unit)
+    a.args.append(ast.arg(name))
+    a.defaults.append(expression(default))
 
 
 @refactor
@@ -233,39 +189,17 @@ def new_argument_behind_a_branch(unit):
     put_first(unit, "if scale_by is not None:\n    _x_ = _x_ * scale_by")
 
 
-@refactor
-def args_and_kwargs_added(unit):
-    need(unit.forward.args.kwarg is None and unit.forward.args.vararg is None)
-    unit.forward.args.vararg, unit.forward.args.kwarg = ast.arg("args"), ast.arg("kwargs")
-
-
-@refactor
-def positional_only(unit):
-    a = unit.forward.args
-    need(unit.subject.calls[0][0].positional >= 1)
-    a.posonlyargs, a.args = a.args[:2], a.args[2:]
-
-
-def from_kwargs(unit, names) -> None:
-    """An argument is taken out of kwargs."""
+@refactor(kinds=WITH_CACHE)
+def mask_popped_from_kwargs(unit):
     a = unit.forward.args
     mine = [x.arg for x in a.args]
-    name = next((n for n in names if n in mine), None)
-    need(name and mine.index(name) > 1 and a.kwarg is not None)
-    at = mine.index(name)
+    need("attention_mask" in mine[2:] and a.kwarg is not None)
+    at = mine.index("attention_mask")
     optional(unit)
     default = ast.unparse(a.defaults.pop(at - 2))
     a.args.pop(at)
-    put_first(unit, f"{name} = _kwargs_.pop('{name}', {default})")
+    put_first(unit, f"attention_mask = _kwargs_.pop('attention_mask', {default})")
     unit.by_keyword = True
-
-
-for _name, _words in {
-    "mask": ("attention_mask",), "tables": ("position_embeddings",),
-    "cache": ("past_key_values", "cache_params"),
-}.items():  # fmt: skip
-    refactor(lambda u, words=_words: from_kwargs(u, words), name=f"{_name}_popped_from_kwargs",
-             kinds=WITH_CACHE)  # fmt: skip
 
 
 # ---------------------------------------------------------------------------- parts
@@ -305,116 +239,59 @@ def parts_renamed(unit):
 
 # ---------------------------------------------------------------------------- decorators
 
-PASSED_ON = "return function(*args, **kwargs)"
-OF_SELF = PASSED_ON.replace("(*", "(self, *")
 WRAPPER = """
 def traced(function):
     @functools.wraps(function)
-    def wrapper({arguments}):
-{body}
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
     return wrapper
 """
 
 
-def wrapper(body: str, arguments: str = "*args, **kwargs") -> str:
-    return WRAPPER.format(arguments=arguments, body=indent(body, " " * 8))
-
-
-WRAPPERS = {
-    "pass_through": wrapper(PASSED_ON),
-    "pass_through_with_options":
-        "def traced(name=None, enabled=True):\n"
-        + indent(wrapper(OF_SELF, "self, *args, **kwargs").replace("traced", "decorate"), " " * 4)
-        + "    return decorate",
-    "wrapped_after_the_class": """
-def traced(cls):
-    original_forward = cls.forward
-    @functools.wraps(original_forward)
-    def forward(self, *args, **kwargs):
-        return original_forward(self, *args, **kwargs)
-    cls.forward = forward
-    return cls
-""",
-}  # fmt: skip
-
-
 def traced(unit, text: str) -> None:
-    """A decorator `traced` of the forward, or of the class."""
+    """A decorator `traced` of the forward."""
     unit.before += statements(text)
-    owner = unit.cls if "def traced(cls)" in text else unit.forward
-    decorator = "traced(name='forward')" if "def decorate" in text else "traced"
-    owner.decorator_list.insert(0, expression(decorator))
+    unit.forward.decorator_list.insert(0, expression("traced"))
 
 
-for _name, _text in WRAPPERS.items():
-    refactor(lambda u, text=_text: traced(u, text), name=_name)
+@refactor
+def wrapped(unit):
+    traced(unit, WRAPPER)
 
 
 # ---------------------------------------------------------------------------- helpers
 
 
-def whole(unit, how: str) -> None:
-    """The body is that of a method, of a function of the file, or of one inside of the forward."""
-    forward = unit.forward
-    inner = ast.FunctionDef("_compute", copy.deepcopy(forward.args), forward.body, [])
-    a, inner.args.defaults = forward.args, []
-    inner.args.kw_defaults = [None] * len(a.kwonlyargs)
+def passed_on(function) -> str:
+    """The arguments of a function, without self, for a call of another one that has the same."""
+    a = function.args
     words = [x.arg for x in [*a.posonlyargs, *a.args][1:]]
-    words += [f"{x.arg}={x.arg}" for x in a.kwonlyargs] + ([f"**{a.kwarg.arg}"] if a.kwarg else [])
-    if how == "method":
-        unit.cls.body.append(inner)
-    elif how == "function":
-        unit.before.append(inner)
-    name = "self._compute" if how == "method" else "_compute"
-    call = f"{name}({', '.join(words if how == 'method' else ['self', *words])})"
-    forward.body = [*([inner] if how == "nested function" else []), *statements(f"return {call}")]
-
-
-for _how in ("method", "function", "nested function"):
-    refactor(lambda u, how=_how: whole(u, how), name=f"whole_body_to_{_how.replace(' ', '_')}")
-
-
-def calling_super(forward) -> ast.FunctionDef:
-    """A forward with the same arguments that calls super()'s."""
-    function, a = copy.deepcopy(forward), forward.args
-    function.decorator_list = []
-    words = [x.arg for x in [*a.posonlyargs, *a.args][1:]]
-    words += [f"{x.arg}={x.arg}" for x in a.kwonlyargs] + ([f"**{a.kwarg.arg}"] if a.kwarg else [])
-    function.body = statements(f"return super().forward({', '.join(words)})")
-    return function
+    words += [f"{x.arg}={x.arg}" for x in a.kwonlyargs]
+    return ", ".join(words + ([f"**{a.kwarg.arg}"] if a.kwarg else []))
 
 
 @refactor
-def forward_of_a_base(unit):
-    """The class becomes a base, and a class of its name has nothing of its own."""
-    name, base = unit.cls.name, unit.cls
-    for node in ast.walk(base):  # super(Old, self) stays right
-        need(not (isinstance(node, ast.Name) and node.id == name))
-    base.name = f"{name}Base"
-    decorators, base.decorator_list = base.decorator_list, []
-    unit.before.append(base)
-    unit.cls = statements(f"class {name}({base.name}):\n    pass")[0]
-    unit.cls.decorator_list = decorators
+def whole_body_to_method(unit):
+    forward = unit.forward
+    inner = ast.FunctionDef("_compute", copy.deepcopy(forward.args), forward.body, [])
+    inner.args.defaults, inner.args.kw_defaults = [], [None] * len(forward.args.kwonlyargs)
+    unit.cls.body.append(inner)
+    forward.body = statements(f"return self._compute({passed_on(forward)})")
 
 
 @refactor
 def super_forward(unit):
     """The class becomes a base, and a class of its name calls the base's forward."""
-    forward = unit.forward
-    forward_of_a_base(unit)
-    unit.cls.body = [calling_super(forward)]
-
-
-@refactor
-def forward_of_a_mixin(unit):
-    mixin = statements(f"class {unit.cls.name}Mixin:\n    pass")[0]
-    mixin.body = [unit.forward]
-    for node in ast.walk(mixin):
-        need(not (isinstance(node, ast.Name) and node.id == "super"))
-    unit.cls.body.remove(unit.forward)
-    unit.cls.body.append(ast.Pass())
-    unit.before.append(mixin)
-    unit.cls.bases.insert(0, expression(mixin.name))
+    name, base, forward = unit.cls.name, unit.cls, copy.deepcopy(unit.forward)
+    for node in ast.walk(base):  # super(Old, self) stays right
+        need(not (isinstance(node, ast.Name) and node.id == name))
+    base.name = f"{name}Base"
+    unit.before.append(base)
+    unit.cls = statements(f"class {name}({base.name}):\n    pass")[0]
+    unit.cls.decorator_list, base.decorator_list = base.decorator_list, []
+    forward.decorator_list = []
+    forward.body = statements(f"return super().forward({passed_on(forward)})")
+    unit.cls.body = [forward]
 
 
 @refactor
@@ -431,79 +308,37 @@ def helpers_copied(unit):
     unit.before += [copy.deepcopy(node) for name, node in mine.items() if name in done]
 
 
-# ---------------------------------------------------------------------------- conditions
-
-ATTRIBUTES = {  # what modules have that a statement reads
-    "noise": 0.0, "scaled": False,
-}  # fmt: skip
-FIRST = {
-    "noise_behind_training_and_a_flag":
-        "if self.training and self.noise > 0:\n"
-        "    _x_ = _x_ + self.noise * torch.randn_like(_x_)",
-    "scaled_behind_a_flag": "if self.scaled:\n    _x_ = _x_ * 2",
-    "a_function_of_torch": "_x_ = torch.nn.functional.pad(_x_, (0, 0))",
-}  # fmt: skip
+# ---------------------------------------------------------------------------- conditions, calls
 
 
-def first(text: str):
-    """A refactor of statements that come first, with what they need."""
-
-    def change(unit):
-        for name, value in ATTRIBUTES.items():
-            if f"self.{name}" in text and "hasattr" not in text:
-                has_value(unit, name, value)
-        put_first(unit, text)
-
-    return change
+@refactor
+def noise_behind_training_and_a_flag(unit):
+    has_value(unit, "noise", 0.0)
+    put_first(
+        unit,
+        "if self.training and self.noise > 0:\n    _x_ = _x_ + self.noise * torch.randn_like(_x_)",
+    )
 
 
-for _name, _text in FIRST.items():
-    refactor(first(_text), name=_name)
+@refactor
+def a_function_of_torch(unit):
+    put_first(unit, "_x_ = torch.nn.functional.pad(_x_, (0, 0))")
 
 
-# ---------------------------------------------------------------------------- calls of parts
-
-UPDATE = r"past_key_values\.update\(key_states, value_states, self\.layer_idx\)"
-CALLS = {  # (kinds, what is found in the text of the forward, what stands there then)
-    "kwargs_to_the_cache": (  # as in transformers 5.24
-        ("attention",), UPDATE, "past_key_values.update(key_states, value_states, self.layer_idx, "
-        "kwargs=kwargs)"),
-    "cache_kwargs": (  # as in transformers 4
-        ("attention",), UPDATE, "past_key_values.update(key_states, value_states, self.layer_idx, "
-        "{'sin': sin, 'cos': cos})"),
-    "cache_by_keywords": (
-        ("attention",), UPDATE, "past_key_values.update(key_states=key_states, "
-        "value_states=value_states, layer_idx=self.layer_idx)"),
-    "attention_mask_by_keyword": (
-        ("attention",), r"value_states, attention_mask, ", "value_states, "
-        "attention_mask=attention_mask, "),
-    "eager_chosen_by_a_branch": (  # as in transformers 4.48 to 5.0
-        ("attention",), r"^( +)attention_interface.* = .*get_interface\(.*$",
-        r"\1attention_interface = eager_attention_forward"
-        r"\n\1if self.config._attn_implementation != 'eager':"
-        r"\n\1    attention_interface = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]"),
-    "result_by_index": (
-        ("layer", "attention"),
-        r"^( +)(\w+), (\w+) = (\w+(?:\.\w+)?\(.*(?:scaling|self_attn|mask).*)$",
-        r"\1both = \4\n\1\2 = both[0]\n\1\3 = both[1]"),
-    "branch_on_a_part": (
-        ("layer", "block", "gdn", "kda"),
-        r"^( +)(\w+ = self\.(mlp|feed_forward|experts|norm|o_norm)\(.*)$",
-        r"\1if self.\3 is not None:\n\1    \2"),
-    "tokens_by_flatten": (
-        ("block", "router", "experts"), r"\.(?:view|reshape)\(-1, [\w.]+\)", ".flatten(0, -2)"),
-}  # fmt: skip
-for _name, (_kinds, _old, _new) in CALLS.items():
-    refactor(lambda u, old=_old, new=_new: respelled(u.forward, old, new), name=_name,
-             kinds=_kinds)  # fmt: skip
+@refactor(kinds=("attention",))
+def kwargs_to_the_cache(unit):
+    """As in transformers 5.24."""
+    update = "past_key_values.update(key_states, value_states, self.layer_idx"
+    respelled(unit.forward, rf"{re.escape(update)}\)", f"{update}, kwargs=kwargs)")
 
 
 @refactor(kinds=("layer", "attention"))
-def keywords_reordered(unit):
-    found = [n for n in ast.walk(unit.forward) if isinstance(n, ast.Call) and len(n.keywords) > 1]
-    need(found)
-    for node in found:
-        node.keywords.sort(key=lambda word: (word.arg is None, word.arg or ""))
+def result_by_index(unit):
+    respelled(
+        unit.forward,
+        r"^( +)(\w+), (\w+) = (\w+(?:\.\w+)?\(.*(?:scaling|self_attn|mask).*)$",
+        r"\1both = \4\n\1\2 = both[0]\n\1\3 = both[1]",
+    )
 
 
 # ---------------------------------------------------------------------------- a gate of its own

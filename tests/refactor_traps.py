@@ -13,7 +13,6 @@ from refactor_forms import (
     GATE,
     KDA,
     WITH_CACHE,
-    WRAPPERS,
     gate_of,
     method,
     names_of,
@@ -23,7 +22,6 @@ from refactor_forms import (
     replaced,
     respelled,
     statements,
-    whole,
 )
 
 OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult}
@@ -177,55 +175,38 @@ def traps(subject, user: bool = False, names=None) -> Iterator[tuple]:
         yield f"trap~{name}", unit, module
 
 
-CHANGING = {
+CALL = "return function(*args, **kwargs)"
+CHANGING = {  # what a decorator does besides calling the function
     "wrapper_doubles_the_input":
         "args = (args[0], *(x * 2 for x in args[1:2]), *args[2:])\n"
         "        kwargs = {n: v * 2 if n == 'hidden_states' else v for n, v in kwargs.items()}",
     "wrapper_drops_the_mask": "kwargs['attention_mask'] = None",
     "wrapper_drops_the_cache": "kwargs['past_key_values'] = None",
     "wrapper_by_the_count": "if len(args) > 1:\n            return function(args[0], args[1] * 2)",
-    "wrapper_in_no_grad": "with torch.no_grad():\n            args = (args[0], *args[1:][::-1])",
 }  # fmt: skip
-DOUBLES = (
-    "result = function(*args, **kwargs)\n        if isinstance(result, tuple):\n"
-    "            return (result[0] * 2, *result[1:])\n        return result * 2"
-)
+for _name, _text in CHANGING.items():
+    _wrapper = forms.WRAPPER.replace(CALL, f"{_text}\n        {CALL}")
+    trap(lambda u, wrapper=_wrapper: forms.traced(u, wrapper), name=_name)
 
-
-def _register_wrappers():
-    call = "return function(*args, **kwargs)"
-    texts = {name: f"{text}\n        {call}" for name, text in CHANGING.items()}
-    for name, text in {**texts, "wrapper_doubles_the_output": DOUBLES}.items():
-        wrapper = WRAPPERS["pass_through"].replace(call, text)
-        trap(lambda u, wrapper=wrapper: forms.traced(u, wrapper), name=name)
-
-
-_register_wrappers()
-
-FIRST = {
+FIRST = {  # one of each kind of condition, and of each way of writing to the input
     "one_row_that_returns": "if _x_.shape[0] == 1:\n    _return_",
-    "one_row_that_scales": "if _x_.shape[0] == 1:\n    _x_ = _x_ * 2",
-    "one_size_that_returns": "if _x_.shape[-2] == 3:\n    _return_",
+    "one_size_that_scales": "if _x_.shape[-2] == 3:\n    _x_ = _x_ * 2",
     "element_check": "if _x_.flatten()[0] > 0:\n    _x_ = _x_ * 2",
     "dtype_check_that_scales": "if _x_.dtype == torch.bfloat16:\n    _x_ = _x_ * 2",
     "scaled_in_evaluation": "if not self.training:\n    _x_ = _x_ * 2",
     "scaled_without_gradients": "if not torch.is_grad_enabled():\n    _x_ = _x_ * 2",
-    "in_place": "_x_ = _x_.mul(2)\n_x_.add_(1)",
     "input_scaled_in_place": "_x_ *= 2",
     "input_written_by_a_function": "torch.mul(_x_, 2, out=_x_)",
     "input_scaled_in_place_by_an_alias": "alias = _x_.view(_x_.shape)\nalias *= 2",
     "a_size_that_counts_when_large": "_x_ = _x_ * (1 + _x_.shape[-2] // 8)",
-    "a_larger_size_by_max": "_x_ = _x_ * max(_x_.shape[-2] - 7, 1)",
     "tokens_check_that_sorts": "if _x_.shape[-2] == 1:\n    _x_ = torch.sort(_x_)[0]",
-    "a_loop_over_sizes": "for i in range(_x_.shape[-2] // 8):\n    _x_ = _x_ * 2",
     "no_grad_mode": "with torch.no_grad():\n    _x_ = _x_ * 2",
     "in_autocast": "with torch.autocast('cpu'):\n    _x_ = _x_ @ _x_.mT @ _x_",
     "a_truth_by_a_value": "_x_ = _x_ if bool(_x_.sum() > 0) else -_x_",
-    "log_that_changes_its_argument": "_x_ = _x_ + 0\nlogging.debug('%s', _x_.mul_(2))",
     "an_item": "_x_ = _x_ * (_x_.flatten()[0].item() > 0)",
 }  # fmt: skip
 for _name, _text in FIRST.items():
-    trap(forms.first(_text), name=_name)
+    trap(lambda u, text=_text: put_first(u, text), name=_name)
 
 
 @trap
@@ -254,98 +235,8 @@ def patched(owner, name: str, value):
     return undo
 
 
-def doubled(function):
-    """The function gives twice what it gave, or a tuple with twice its first element."""
-
-    def double(*args, **kwargs):
-        out = function(*args, **kwargs)
-        return (out[0] * 2, *out[1:]) if isinstance(out, tuple) else out * 2
-
-    return double
-
-
 def of_the_file(cls):
     return sys.modules[cls.__module__]
-
-
-LATER = {  # what a name or an attribute is, how it is read, and what it is after kernelize
-    "a_module_constant_set_afterwards": ("FACTOR = 1", "_x_ = _x_ * FACTOR", "FACTOR", 2),
-    "a_flag_of_the_module_set_afterwards":
-        ("SCALED = False", "if SCALED:\n    _x_ = _x_ * 2", "SCALED", True),
-    "a_helper_set_afterwards":
-        ("def factor():\n    return 1", "_x_ = _x_ * factor()", "factor", lambda: 2),
-    "a_partial_set_afterwards": (
-        "def scaled(factor, y):\n    return y * factor",
-        "_x_ = functools.partial(scaled, 1)(_x_)", "scaled", lambda factor, y: y * 2),
-    "a_class_constant_set_afterwards": ("factor = 1", "_x_ = _x_ * type(self).factor", "", 2),
-    "a_class_attribute_set_afterwards":
-        ("factor = False", "if self.factor:\n    _x_ = _x_ * 2", "", True),
-    "a_getattr_set_afterwards":
-        ("", "if getattr(self, 'factor', None) is not None:\n    _x_ = _x_ * self.factor", "", 2),
-    "a_hasattr_set_afterwards":
-        ("", "if hasattr(self, 'factor'):\n    _x_ = _x_ * self.factor", "", 2),
-    "a_property_set_afterwards": (
-        "@property\ndef factor(self):\n    return 1", "_x_ = _x_ * self.factor", "",
-        property(lambda self: 2)),
-    "a_staticmethod_set_afterwards": (
-        "@staticmethod\ndef factor(y):\n    return y", "_x_ = self.factor(_x_)", "",
-        staticmethod(lambda y: y * 2)),
-}  # fmt: skip
-# the refactor, whose function is patched after kernelize: of what, and by which name
-PATCHED = {
-    "method": (lambda u: whole(u, "method"), lambda cls: cls, "_compute"),
-    "function": (lambda u: whole(u, "function"), of_the_file, "_compute"),
-    "base": (forms.super_forward, lambda cls: cls.__mro__[1], "forward"),
-    "forward": (forms.copied, lambda cls: cls, "forward"),
-    "mixin": (forms.forward_of_a_mixin, lambda cls: cls.__mro__[1], "forward"),
-    "copied_helper": (forms.helpers_copied, of_the_file, None),
-}
-HELPERS = ("apply_", "rotate_", "torch_")
-
-
-def _register_later():
-    for name, (text, read, of_module, value) in LATER.items():
-
-        def later(unit, text=text, read=read, of_module=of_module, value=value):
-            owner = unit.before if of_module else unit.cls.body
-            owner += statements(text)
-            put_first(unit, read)
-            unit.after = lambda cls: patched(
-                of_the_file(cls) if of_module else cls, of_module or "factor", value
-            )
-
-        trap(later, name=name)
-    for label, (make, owner, name) in PATCHED.items():
-
-        def change(unit, make=make, owner=owner, name=name):
-            make(unit)
-            helper = name or next(n.name for n in unit.before if n.name.startswith(HELPERS))
-            unit.after = lambda cls: patched(
-                owner(cls), helper, doubled(getattr(owner(cls), helper))
-            )
-
-        trap(change, name=f"{label}_patched_afterwards")
-
-
-_register_later()
-
-
-@trap
-def a_wrappers_helper_patched_afterwards(unit):
-    unit.before += statements("""
-def prepare(x):
-    return x
-
-def traced(function):
-    @functools.wraps(function)
-    def wrapper(self, x=None, *args, **kwargs):
-        if x is not None:
-            return function(self, prepare(x), *args, **kwargs)
-        return function(self, *args, **kwargs)
-    return wrapper
-""")
-    unit.forward.decorator_list.insert(0, forms.expression("traced"))
-    unit.after = lambda cls: patched(of_the_file(cls), "prepare", lambda x: x * 2)
 
 
 @trap
@@ -365,13 +256,9 @@ class {name}Middle({name}Base):
 
 WORDS = {  # what is done with a word of **kwargs that is given
     "a_word_in_kwargs": "if 'factor' in kwargs:\n    _x_ = _x_ * 2",
-    "a_word_with_a_default": "_x_ = _x_ * kwargs.get('factor', 1)",
     "a_word_popped_with_a_default": "_x_ = _x_ * kwargs.pop('factor', 1)",
     "a_word_for_a_function": "def scaled(y, factor=1, **more):\n    return y * factor\n"
                              "_x_ = scaled(_x_, **kwargs)",
-    "a_word_in_a_function": "def scaled(y, **more):\n    return y * more.get('factor', 1)\n"
-                            "_x_ = scaled(_x_, **kwargs)",
-    "a_word_in_a_dict": "words = {'other': 1, **kwargs}\n_x_ = _x_ * words.get('factor', 1)",
     "any_word": "_x_ = _x_ * 2 if kwargs else _x_",
 }  # fmt: skip
 IGNORING = ("mlp", "norm", "router", "block")
@@ -392,14 +279,6 @@ trap(lambda u: counted(u, "_x_ = _x_ * len(kwargs)", {}), kinds=("layer", "atten
      name="a_factor_by_the_count_of_words")  # fmt: skip
 trap(lambda u: counted(u, "_x_ = _x_ * (1 + len(kwargs))", {"something": 1}),
      name="an_unknown_word_that_counts")  # fmt: skip
-for _name, (_text, _words) in {  # a word that the attention function or nobody reads
-    "a_word_that_is_popped": ("_kwargs_.pop('is_causal', None)", {"is_causal": False}),
-    "a_word_that_is_read": (
-        "if _kwargs_.get('double', False):\n    _x_ = _x_ * 2", {"double": True}),
-    "a_word_that_is_set": ("_kwargs_['is_causal'] = False", {}),
-}.items():  # fmt: skip
-    trap(lambda u, text=_text, words=_words: (put_first(u, text), u.words.update(words)),
-         kinds=("attention",), name=_name)  # fmt: skip
 
 
 @trap(kinds=IGNORING)
@@ -415,20 +294,11 @@ def an_ignored_argument_that_is_given(unit):
     unit.words = {"output_router_logits": True}
 
 
-def old_and_new_keyword(renamed):
+@trap(kinds=WITH_CACHE)
+def old_and_new_keyword(unit):
     """The old name of the cache with None beside the new one."""
-
-    def change(unit):
-        renamed(unit)
-        unit.words = {old: None for old in unit.calls_old.pop().values()}
-
-    return change
-
-
-trap(old_and_new_keyword(forms.cache_renamed_deprecated), kinds=WITH_CACHE,
-     name="old_and_new_keyword")  # fmt: skip
-trap(old_and_new_keyword(forms.cache_renamed_own_decorator), kinds=WITH_CACHE,
-     name="old_and_new_keyword_own_decorator")  # fmt: skip
+    forms.cache_renamed(unit)
+    unit.words = {old: None for old in unit.calls_old.pop().values()}
 
 
 @trap(kinds=WITH_CACHE)
@@ -442,8 +312,6 @@ def old_keyword_without_decorator(unit):
 # ---------------------------------------------------------------------------- of one kind
 
 CALLS = {  # (kinds, what is found in the text of the forward, what stands there then)
-    "cache_of_another_layer":
-        (("attention",), r"(update\(.*)self\.layer_idx", r"\1self.layer_idx + 1"),
     "cache_of_the_first_layer":
         (("attention",), r"(update\(.*)self\.layer_idx", r"\g<1>0 if self.layer_idx else 1"),
     "keys_twice": (
@@ -465,13 +333,14 @@ for _name, (_kinds, _old, _new) in CALLS.items():
 OF_A_KIND = {
     "tables_reversed": (("layer",), "position_embeddings = position_embeddings[::-1]"),
     "mask_left_out": (("attention", "layer", "gdn", "kda"), "attention_mask = None"),
+    "a_word_that_is_set": (("attention",), "_kwargs_['is_causal'] = False"),
     "weights_turned": (("experts",), "top_k_weights = top_k_weights.flip(-1)"),
     "ids_turned": (("experts",), "top_k_index = top_k_index.flip(-1)"),
     "weights_not_applied": (("experts",), "top_k_weights = torch.ones_like(top_k_weights)"),
     "router_that_adds_noise_of_its_input": (("router",), "_x_ = _x_ + _x_.sum(-1, keepdim=True)"),
 }
 for _name, (_kinds, _text) in OF_A_KIND.items():
-    trap(forms.first(_text), kinds=_kinds, name=_name)
+    trap(lambda u, text=_text: put_first(u, text), kinds=_kinds, name=_name)
 
 
 @trap(kinds=("layer",))

@@ -5,7 +5,7 @@ import itertools
 import fp8_problems
 import pytest
 import torch
-from conftest import assert_close, prepared, relative_error, submodule
+from conftest import assert_close, captured, prepared, relative_error, submodule
 from interpreter import INTERPRETING, compiled, interpreted, test_in_the_interpreter  # noqa: F401
 from test_attention import SHAPES, normal, problem, wide
 
@@ -372,9 +372,7 @@ class TestCompiled(Kernel):
             for _ in range(2):
                 step()
             torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                y = step()
+            graph, y = captured(step)
             for n in range(280):
                 position.fill_(n)
                 length.fill_(n + 1)

@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import load_package, prepared, relative_error, submodule
+from conftest import captured, load_package, prepared, relative_error, submodule
 from fp8_problems import quantised_weight
 from interpreter import (  # noqa: F401
     DEVICE,
@@ -391,9 +391,7 @@ def test_captured_in_a_graph():
     for _ in range(2):
         step()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = step()
+    graph, y = captured(step)
     for n in range(280):
         position.fill_(n)
         length.fill_(n + 1)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import test_experts_kernels as plain
 import torch
-from conftest import relative_error, submodule
+from conftest import captured, relative_error, submodule
 from experts_problems import of_gradient, problem, reference, with_leaves
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -126,15 +126,13 @@ def test_a_graph_replays_the_gradients(hopper):
     """With other ids: grids are sized by a bound, so programs may have nothing to do."""
     p, dout = problem(700, 8, 64, 512, 256, BF16, "cuda"), normal(700, 512, dtype=BF16)
     plain.backward(p, dout)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = plain.backward(p, dout)[1]
+    graph, (_, found) = captured(plain.backward, p, dout)
     for routing in ("one expert", "held elsewhere", "random"):
         q = problem(700, 8, 64, 512, 256, BF16, "cuda", routing, seed=1)
         for kept, new in zip(p[:5], q[:5]):
             kept.copy_(new)
         graph.replay()
-        assert all(map(torch.equal, captured, plain.backward(q, dout)[1]))
+        assert all(map(torch.equal, found, plain.backward(q, dout)[1]))
 
 
 @pytest.mark.gpu

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from conftest import TOLERANCE, assert_close, relative_error, submodule
+from conftest import TOLERANCE, assert_close, captured, relative_error, submodule
 from experts_problems import (
     LAYOUTS,
     ROUTINGS,
@@ -335,9 +335,7 @@ def test_a_token_does_not_depend_on_its_batch():
 def test_graph_replays_with_other_ids(T, layout):
     p = problem(T, 4, 32, 512, 256, torch.bfloat16, "cuda", **layout)
     forward(p)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = forward(p)
+    graph, out = captured(forward, p)
     for routing in ("one expert", "held elsewhere" if T > 2 else "random"):
         q = problem(T, 4, 32, 512, 256, torch.bfloat16, "cuda", routing, seed=1, **layout)
         for kept, new in zip(p.tensors, q.tensors):

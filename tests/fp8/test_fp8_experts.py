@@ -5,7 +5,7 @@ import copy
 import fp8_problems
 import pytest
 import torch
-from conftest import prepared, submodule
+from conftest import captured, prepared, submodule
 from conftest import relative_error as error
 from fp8_problems import E4M3, needs_hopper
 from interpreter import (
@@ -201,9 +201,7 @@ def test_a_graph_on_a_gpu():
         other = fp8_problems.experts_problem(T, 8, 2, 512, 256, "cuda", seed=1)
         expected = fp8_experts(other[0], *tensors, *other[-2:])
         fp8_experts(x, *tensors, ids, weights)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found = fp8_experts(x, *tensors, ids, weights)
+        graph, found = captured(fp8_experts, x, *tensors, ids, weights)
         for mine, new in zip((x, ids, weights), (other[0], *other[-2:])):
             mine.copy_(new)
         graph.replay()

@@ -39,48 +39,6 @@ def opt(**changes):
     return rule_call("chunk_gated_delta_rule_opt", **changes)
 
 
-def swiglu(**changes):
-    x = {"x": torch.ones(2, 4), "w_gate": torch.ones(3, 4), "w_up": torch.ones(3, 4), **changes}
-    return lambda kernel: kernel.fused_swiglu(**x)
-
-
-def mlp(**changes):
-    x = {"x": torch.ones(2, 4), "w_gate": torch.ones(3, 4), "w_up": torch.ones(3, 4)}
-    x = {**x, "w_down": torch.ones(4, 3), **changes}
-    return lambda kernel: kernel.fused_swiglu_mlp(**x)
-
-
-def multiplied(**changes):
-    x = {"gate": torch.ones(2, 4), "up": torch.ones(2, 4), **changes}
-    return lambda kernel: kernel.silu_mul(**x)
-
-
-def experts(**changes):
-    x = {"x": torch.ones(2, 4), "w_gate_up": torch.ones(3, 10, 4), "w_down": torch.ones(3, 4, 5)}
-    x.update(top_k_index=ints(0, 1, 2, 0).view(2, 2), top_k_weights=torch.ones(2, 2))
-    return lambda kernel: kernel.fused_experts(**{**x, **changes})
-
-
-def conv(**changes):
-    x = {"x": torch.ones(1, 3, 8), "weight": torch.ones(3, 4), **changes}
-    return lambda kernel: kernel.causal_conv1d_fn(**x)
-
-
-def update(**changes):
-    x = {"x": torch.ones(1, 3), "conv_state": torch.ones(1, 3, 4), "weight": torch.ones(3, 4)}
-    return lambda kernel: kernel.causal_conv1d_update(**{**x, **changes})
-
-
-def norm(**changes):
-    x = {"x": torch.ones(2, 4), "gate": torch.full((2, 4), 2.0), "weight": torch.ones(4), **changes}
-    return lambda kernel: kernel.rms_norm_gated(**x)
-
-
-def gate(**changes):
-    x = {"a": torch.ones(2, 4), "A_log": torch.ones(4), "dt_bias": torch.ones(4), **changes}
-    return lambda kernel: kernel.gated_delta_gate(**x)
-
-
 def module(x):
     return lambda kernel: kernel.FusedSwiGLU(4, 6)(x)
 
@@ -110,9 +68,16 @@ def GRADIENT(name):
     return f"{name}.* must not require a gradient.*in place"
 
 
-kda = of_case("chunk_kda", use_gate_in_kernel=False, A_log=None, dt_bias=None, lower_bound=None)
-kda_steps = of_case("fused_recurrent_kda", use_gate_in_kernel=False, A_log=None, dt_bias=None,
-                    lower_bound=None, out=None, initial_state=None)  # fmt: skip
+CHANNELS = dict(use_gate_in_kernel=False, A_log=None, dt_bias=None, lower_bound=None)
+kda = of_case("chunk_kda", **CHANNELS)
+kda_steps = of_case("fused_recurrent_kda", **CHANNELS, out=None, initial_state=None)
+NO_BIAS = dict(b_gate=None, b_up=None)
+swiglu, multiplied = of_case("fused_swiglu", **NO_BIAS), of_case("silu_mul")
+mlp = of_case("fused_swiglu_mlp", **NO_BIAS, b_down=None)
+experts = of_case("fused_experts", b_gate_up=None, b_down=None, limit=None)
+conv = of_case("causal_conv1d_fn", bias=None, seq_idx=None)
+update = of_case("causal_conv1d_update", bias=None, out=None)
+norm = of_case("rms_norm_gated", gate=torch.full((2, 4), 2.0))
 decode, latent = of_case("attention_with_kvcache"), of_case("latent_attention_with_kvcache")
 turned, rms, topk = map(of_case, ("fused_latent_norm_rope", "rms_norm", "fused_topk"))
 loss = of_case("linear_cross_entropy")
@@ -200,8 +165,8 @@ BAD = [
     (recurrent, dict(inplace_final_state=True, initial_state=wanted(2, 4, 6, 5)),
      GRADIENT("initial_state")),
     (recurrent, dict(out=wanted(2, 8, 4, 5)), GRADIENT("out")),
-    (update, dict(conv_state=wanted(1, 3, 4)), GRADIENT("conv_state")),
-    (update, dict(out=wanted(1, 3)), GRADIENT("out")),
+    (update, dict(conv_state=wanted(2, 3, 4)), GRADIENT("conv_state")),
+    (update, dict(out=wanted(2, 3)), GRADIENT("out")),
     (vk, dict(o=wanted(2, 8, 4, 5)), GRADIENT("o")),
     (cached, dict(q=wanted(2, 3, 4, 16)), "q must not require a gradient where caches are given"),
     (cached, dict(key_cache=wanted(2, 2, 9, 16)), GRADIENT("key_cache")),
@@ -219,7 +184,7 @@ BAD = [
     (kda, dict(return_intermediate_states=True), "return_intermediate_states must be False"),
     # the layer's surroundings, attention, norms
     (conv, dict(weight=ONES(3, 9)), "weight must have 2 to 8 taps, got 9"),
-    (update, dict(conv_state=ONES(1, 3, 2)), "conv_state must hold at least the 3 inputs .* 2"),
+    (update, dict(conv_state=ONES(2, 3, 2)), "conv_state must hold at least the 3 inputs .* 2"),
     (rotary, dict(sin=None), "sin must be given where cos is, got None"),
     (rotary, dict(cos=ONES(3, 3, 8), sin=ONES(3, 3, 8)), "cos must have batch 2, .* or 1, got 3"),
     (rotary, dict(cos=ONES(1, 3, 7), sin=ONES(1, 3, 7)), "cos .* even .* up to 16, got 7"),

@@ -4,6 +4,7 @@ import pytest
 import torch
 from conftest import (
     assert_close,
+    captured,
     computed,
     gdn_inputs,
     relative_error,
@@ -483,9 +484,7 @@ def test_graph_with_changing_cu_seqlens(implementation, lengths):
     cu_seqlens = cu(*lengths[0], device="cuda")
     args = arguments(x, cu_seqlens=cu_seqlens, use_qk_l2norm=True)
     run(implementation, args)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        o, state, _ = run(implementation, args)
+    graph, (o, state, _) = captured(run, implementation, args)
     for each in lengths:
         cu_seqlens.copy_(cu(*each, device="cuda"))
         graph.replay()

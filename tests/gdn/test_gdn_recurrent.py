@@ -2,7 +2,15 @@
 
 import pytest
 import torch
-from conftest import assert_close, computed, gdn_inputs, prepared, relative_error, submodule
+from conftest import (
+    assert_close,
+    captured,
+    computed,
+    gdn_inputs,
+    prepared,
+    relative_error,
+    submodule,
+)
 from interpreter import INTERPRETING, compiled, interpreted, test_in_the_interpreter  # noqa: F401
 
 reference, calls = submodule("gdn.reference.recurrent"), submodule("gdn.call")
@@ -367,9 +375,7 @@ class TestCompiled(Kernel):
             run(twin)
         first = {**x, "initial_state": x["initial_state"].clone()}
         run(first)  # compiles
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            o, state = run(x)
+        graph, (o, state) = captured(run, x)
         for _ in range(3):
             graph.replay()
         torch.cuda.synchronize()

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from conftest import TOLERANCE, computed, relative_error, submodule
+from conftest import TOLERANCE, captured, computed, relative_error, submodule
 from interpreter import INTERPRETING, compiled, interpreted, test_in_the_interpreter  # noqa: F401
 
 calls = submodule("gdn.call")
@@ -496,9 +496,7 @@ class TestCompiled(Kernel):
             want = step(twin)
         warm = self.decoding(max_tokens=T, R=8, K=64, V=64, rows=ROWS)
         step(warm)  # compiles
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            o = step(x)
+        graph, o = captured(step, x)
         for _ in range(20):
             graph.replay()
         torch.cuda.synchronize()

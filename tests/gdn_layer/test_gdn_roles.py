@@ -40,7 +40,7 @@ def in_turn(names):
     )
 
 
-@in_turn(["keyword_only", "hidden_states_last", "super_forward"])
+@in_turn(["keyword_only", "arguments_reordered", "super_forward"])
 def test_refactors_are_served(kernel, family, name):
     unit, module = refactors.built(name, cases.subject_of(family, "gdn"), False)
     assert refactors.is_case(module, unit)

@@ -15,7 +15,12 @@ from kda_problems import terms_of_A_log, wide
 
 kernel = load_package()
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def everywhere(names: str, cases: list, *on_cpu: int):
+    """All cases on a GPU, and those at some places on a CPU, where others would be the same."""
+    every = [pytest.param(*case, "cuda", marks=pytest.mark.gpu) for case in cases]
+    return pytest.mark.parametrize(f"{names}, device", every + [(*cases[i], "cpu") for i in on_cpu])
 
 
 @pytest.fixture(autouse=True)
@@ -109,8 +114,7 @@ STEPS = [  # the last: what the function makes of its inputs
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("B, T, H, HV, D, scale, normalizer, dtype, makes", STEPS)
+@everywhere("B, T, H, HV, D, scale, normalizer, dtype, makes", STEPS, 4, 5, 6, 7, 10, 14, 15, 19)
 def test_fused_recurrent(device, B, T, H, HV, D, scale, normalizer, dtype, makes):
     B, T, H, HV, D = fitted(device, B, T, H, HV, D)
     x, makes = drawn(device, B, T, H, HV, D, dtype, normalizer), makes.split()
@@ -140,15 +144,14 @@ def test_fused_recurrent(device, B, T, H, HV, D, scale, normalizer, dtype, makes
     compare(ref, tri, dict.fromkeys(("o", "ht"), 1e-4 if "v_first" in makes else 2e-3))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("B, H, D, scale, normalizer, in_kernel, raw, safe, dtype", [
+@everywhere("B, H, D, scale, normalizer, in_kernel, raw, safe, dtype", [
     (16, 16, 128, 0.1, 1.0, True, False, False, BF16),
     (32, 8, 64, 1.0, 1.0, False, False, False, FP16),
     (7, 32, 128, 0.5, 0.5, True, False, False, BF16),
     (16, 16, 128, 0.1, 1.0, True, True, False, BF16),
     (32, 8, 64, 1.0, 1.0, False, True, False, FP16),
     (7, 32, 128, 0.5, 0.5, True, True, True, BF16),
-])  # fmt: skip
+], 0, 4, 5)  # fmt: skip
 def test_fused_recurrent_vllm_decode(
     device, B, H, D, scale, normalizer, in_kernel, raw, safe, dtype
 ):
@@ -214,11 +217,10 @@ def results_of_chunks(x, raw, bound, options, **more):
     return ref, results(kernel.chunk_kda, x, do, dht, **given, **more)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
+@everywhere(
     "B, T, H, HV, D, scale, normalizer, masked, in_kernel, raw, dtype, safe, kept, chunk_size",
-    CHUNKS,
-)
+    CHUNKS, 2, 5, 6, 11, 12, 15,
+)  # fmt: skip
 def test_chunk(
     device, B, T, H, HV, D, scale, normalizer, masked, in_kernel, raw, dtype, safe, kept,
     chunk_size,
@@ -238,10 +240,9 @@ def test_chunk(
     compare(ref, tri, CHUNK)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("B, T, H, D, scale", [
+@everywhere("B, T, H, D, scale", [
     (1, 63, 1, 64, 1), (2, 500, 3, 60, 1), (3, 1024, 4, 128, 0.1), (4, 2048, 8, 64, 0.1),
-])  # fmt: skip
+], 1)  # fmt: skip
 def test_chunk_state_v_first(device, B, T, H, D, scale):
     x = drawn(device, *fitted(device, B, T, H, H, D), FP16)
     do, dht = torch.randn_like(x["v"]), torch.randn_like(x["initial_state"])
@@ -253,10 +254,9 @@ def test_chunk_state_v_first(device, B, T, H, D, scale):
     compare(ref, tri, dict.fromkeys(CHUNK, 1e-4))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("B, T, H, D, twice, dtype", [
+@everywhere("B, T, H, D, twice, dtype", [
     (1, 8192, 96, 128, False, BF16), (1, 8192, 96, 128, True, BF16), (2, 96, 2, 64, True, FP16),
-])  # fmt: skip
+], 0, 2)  # fmt: skip
 def test_chunk_use_beta_sigmoid_in_kernel(device, B, T, H, D, twice, dtype):
     x = drawn(device, *fitted(device, B, T, H, H, D), dtype)
     raw = {**x, "beta": torch.randn_like(x["beta"])}
@@ -299,8 +299,7 @@ def packed_inputs(device, H, D, masked, lengths, raw, safe):
     return x, torch.tensor(lengths, device=device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("H, D, masked, lengths, raw, safe, kept, chunk_size", PACKED)
+@everywhere("H, D, masked, lengths, raw, safe, kept, chunk_size", PACKED, 0, 2, 4, 5)
 def test_chunk_varlen(device, H, D, masked, lengths, raw, safe, kept, chunk_size):
     x, cu = packed_inputs(device, H, D, masked, lengths, raw, safe)
     ref, tri = results_of_chunks(
@@ -312,10 +311,9 @@ def test_chunk_varlen(device, H, D, masked, lengths, raw, safe, kept, chunk_size
     compare(ref, tri, {**CHUNK, **limits})
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("H, D, masked, lengths, raw, safe, kept", [
+@everywhere("H, D, masked, lengths, raw, safe, kept", [
     (4, 60, 0.1, [0, 8192], True, False, False), *[case[:-1] for case in PACKED[1:5]],
-])  # fmt: skip
+], 0, 4)  # fmt: skip
 @torch.inference_mode()
 def test_chunk_varlen_prefill(device, H, D, masked, lengths, raw, safe, kept):
     x, cu = packed_inputs(device, H, D, masked, lengths, raw, safe)
@@ -328,8 +326,7 @@ def test_chunk_varlen_prefill(device, H, D, masked, lengths, raw, safe, kept):
     compare(ref, tri, {"o": 5e-3, "ht": 5e-3})
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("B, T, H, D, rate, bias, bound", [
+@everywhere("B, T, H, D, rate, bias, bound", [
     (1, 2, 2, 12, True, False, -5.0), (1, 32, 2, 16, True, False, -5.0),
     (2, 64, 4, 32, True, False, -5.0), (4, 128, 8, 64, True, False, -5.0),
     (4, 128, 8, 128, True, False, None), (1, 2, 2, 12, True, True, None),
@@ -337,7 +334,7 @@ def test_chunk_varlen_prefill(device, H, D, masked, lengths, raw, safe, kept):
     (4, 128, 8, 64, True, True, None), (4, 128, 8, 128, True, True, None),
     (1, 2, 2, 12, False, False, -5.0), (2, 64, 4, 32, False, False, -5.0),
     (4, 128, 8, 64, False, True, -5.0), (4, 128, 8, 128, False, True, -5.0),
-])  # fmt: skip
+], 0, 4, 5, 10, 12)  # fmt: skip
 def test_gate(device, B, T, H, D, rate, bias, bound):
     """There is no function for the gate alone, so it is compared through the rule: raw gates in
     fp32 beside gates of plain torch in fp64, whose gradient torch computes."""

@@ -7,7 +7,7 @@ import inspect
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import DEVICES, assert_close, gdn_inputs, submodule
+from conftest import DEVICES, assert_close, captured, gdn_inputs, submodule
 from tiny_models import GDN, config_of, pair, random_model, serving, tokens
 from torch import nn
 
@@ -327,9 +327,7 @@ def test_decoding_in_a_cuda_graph(kernel, name):
         states = cache.layers[0].conv_states[0], cache.layers[0].recurrent_states[0]
         before = [state.clone() for state in states]
         case.layer(given, cache_params=cache)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = case.layer(given, cache_params=cache)
+        graph, y = captured(case.layer, given, cache_params=cache)
         for state, first in zip(states, before):
             state.copy_(first)
         for token in case.tokens():

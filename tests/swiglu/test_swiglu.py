@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from conftest import assert_close, prepared, relative_error, submodule
+from conftest import assert_close, captured, prepared, relative_error, submodule
 from interpreter import (  # noqa: F401
     DEVICE,
     INTERPRETING,
@@ -182,9 +182,7 @@ def test_graph_replays():
         args = inputs(M, 512, 256, torch.bfloat16)
         run = serve("hopper" if M > 64 else "portable")
         run(*args, "silu")
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            z = run(*args, "silu")
+        graph, z = captured(run, *args, "silu")
         args[0].copy_(torch.randn_like(args[0]))
         graph.replay()
         assert torch.equal(z, run(*args, "silu"))
