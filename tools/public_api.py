@@ -58,9 +58,14 @@ def signature(function):
     return f"({ast.unparse(arguments)})"
 
 
-def describe_class(name, node):
-    """The constructor and the public methods and flags that the class itself defines."""
+def describe_class(name, node, file):
+    """The constructor and the public methods and flags of a class, with those of its bases in the
+    package. file: that of the class."""
     found = {name: "class"}
+    for base in node.bases:
+        inherited = find(file, base)
+        if inherited is not None:
+            found.update(describe_class(name, inherited[1], inherited[0]))
     for member in node.body:
         if isinstance(member, ast.FunctionDef):
             if member.name == "__init__":
@@ -69,9 +74,29 @@ def describe_class(name, node):
                 found[f"{name}.{member.name}"] = "property"
             elif not member.name.startswith("_"):
                 found[f"{name}.{member.name}"] = signature(member)
-        elif isinstance(member, ast.Assign) and getattr(member.targets[0], "id", "") in FLAGS:
-            found[f"{name}.{member.targets[0].id}"] = ast.unparse(member.value)
+        elif isinstance(member, ast.Assign):
+            target = getattr(member.targets[0], "id", "")
+            if target in FLAGS:
+                found[f"{name}.{target}"] = ast.unparse(member.value)
+            elif isinstance(member.value, ast.Call) and not target.startswith("_"):
+                made = made_by(file, member.value.func, target)
+                found.update({} if made is None else {f"{name}.{target}": signature(made)})
     return found
+
+
+def find(file, expression):
+    """(file, syntax node) of what a plain name in a file of the package means, or None."""
+    try:
+        return definition(file, expression.id)
+    except (AttributeError, KeyError):  # another expression, or from elsewhere
+        return None
+
+
+def made_by(file, maker, name):
+    """The function of this name inside the function that makes it, or None."""
+    _, node = find(file, maker) or (None, None)
+    inner = [x for x in getattr(node, "body", ()) if getattr(x, "name", None) == name]
+    return inner[0] if inner else None
 
 
 def public_api(package):
@@ -85,7 +110,7 @@ def public_api(package):
             for inner in literal_all(node):
                 describe(file, inner, f"{prefix}{name}.")
         elif isinstance(node, ast.ClassDef):
-            found.update(describe_class(prefix + name, node))
+            found.update(describe_class(prefix + name, node, file))
         else:
             found[prefix + name] = signature(node)
 

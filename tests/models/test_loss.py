@@ -500,7 +500,7 @@ def by_kernel(monkeypatch):
         found.append(options)
         return operation(tensors, options)
 
-    monkeypatch.setattr(submodule("layers.hub_functions"), "CROSS_ENTROPY", spy)
+    monkeypatch.setattr(submodule("layers.hub"), "CROSS_ENTROPY", spy)
     monkeypatch.setattr(submodule("models.loss").dispatch, "serves", lambda *call: True)
     return found
 

@@ -11,9 +11,8 @@ Example:
 The files by what they are for:
 
 - forwards: swiglu, norm, attention, latent_attention, decoder, gdn and kda (with delta, replay),
-  lora, fp8/; what they share: forward, projections, few_tokens, slots, activations, gates,
-  positions, tensor_parallel
-- under the names of others: functions, hub_functions, hub_norm
+  lora, fp8/; what they share: forward, projections, few_tokens, activations, tensor_parallel
+- under the names of others: functions, hub
 - whether a module is still what was recognised: plain, pinned, pins, own_code, own_classes,
   others_code
 """
@@ -28,8 +27,13 @@ from .functions import (
     recurrent_kimi_delta_attention,
 )
 from .gdn import OlmoHybridGatedDeltaNet, Qwen3_5GatedDeltaNet, Qwen3NextGatedDeltaNet
-from .hub_functions import ForCausalLMLoss, SoftmaxTopKRouter, rotary_pos_emb
-from .hub_norm import RMSNorm, RMSNormZeroCentered
+from .hub import (
+    ForCausalLMLoss,
+    RMSNorm,
+    RMSNormZeroCentered,
+    SoftmaxTopKRouter,
+    rotary_pos_emb,
+)
 from .swiglu import SwiGLUGateUp, SwiGLUGateUpLayout, SwiGLUMLP
 
 __all__ = [

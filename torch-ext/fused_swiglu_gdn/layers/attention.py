@@ -4,22 +4,21 @@ Sizes: B rows, T tokens, HQ and HK heads, D head dim, R rotary dim, S slots of a
 """
 
 import functools
-from typing import Callable, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Dict, NamedTuple, Optional, Sequence, Tuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from ..attention.api import fused_qk_norm_rope, sigmoid_gate
-from .few_tokens import by_torch, decodes
+from ..runtime.dtypes import HALF
+from .few_tokens import by_torch, decodes, slots_of
 from .forward import Arguments, Interface, Value, Word, Words, forward_by
 from .fp8 import parts as fp8
 from .fp8.weights import FORMS as FP8_FORMS
-from .gates import GATE_FUNCTIONS
 from .norm import does_nothing, parameters_of_norm
 from .pinned import Pinned
-from .positions import scale_by_position
 from .projections import projections
-from .slots import slots_of
 
 GATES, NORMS = (False, True), ("none", "head", "all")
 # which channels turn together: those half a table apart; neighbours, by the first half of the
@@ -76,6 +75,23 @@ class AttentionForm(NamedTuple):
     training_words: Tuple[Word, ...]  # and in training
     rests: bool  # it also gets the keywords that the forward has no name for
     eager: Callable  # the attention function of implementation "eager"
+
+
+def softplus(gate: torch.Tensor) -> torch.Tensor:
+    """softplus in at least fp32, in the dtype of the gate (Laguna)."""
+    return F.softplus(gate.float() if gate.dtype in HALF else gate).to(gate.dtype)
+
+
+# of gates on what attention gives, from a projection of their own: for each channel or each head
+GATE_FUNCTIONS: Dict[str, Callable] = {"softplus": softplus}
+
+
+def scale_by_position(positions: torch.Tensor, rope_parameters: dict) -> torch.Tensor:
+    """The factor of a token's queries (Llama 4, Ministral 3, Mistral 4), [B, T, 1, 1]; positions
+    [B, T]."""
+    beta = rope_parameters["llama_4_scaling_beta"]
+    most = rope_parameters["original_max_position_embeddings"]
+    return (1 + beta * torch.log(1 + torch.floor(positions / most)))[:, :, None, None]
 
 
 class Updates:

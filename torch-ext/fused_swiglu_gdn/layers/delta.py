@@ -19,6 +19,7 @@ from ..gdn_layer.ops_fused import PROLOGUE
 from ..runtime.activations import OF_CONVOLUTION, OF_GATED_NORM
 from ..runtime.checks import FLOATING
 from ..runtime.ops import needs_grad
+from .forward import Layer
 from .own_classes import Answers
 from .own_code import peeled
 from .plain import PLAIN_TENSORS, torch_unpatched, why_hooked
@@ -184,15 +185,12 @@ def normed_and_gated(norm: nn.Module, x: Tensor, gate: Tensor) -> Tensor:
     return (y * named_activation(activation)(gate.float())).to(x.dtype)
 
 
-class FusedRMSNormGated(nn.Module):
+class FusedRMSNormGated(Layer):
     """weight * hidden_states / rms(hidden_states) * act(gate): the norm comes before the gate.
 
     Shapes:
         hidden_states, gate: [..., D] -> [..., D]
     """
-
-    has_backward = True
-    can_torch_compile = True
 
     def forward(self, hidden_states, gate):
         return normed_and_gated(self, hidden_states, gate)

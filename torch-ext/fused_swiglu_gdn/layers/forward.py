@@ -11,6 +11,13 @@ from .norm import serves
 from .pinned import PLAIN_VALUES
 
 
+class Layer(nn.Module):
+    """The base class of layers that `kernels` looks up: they have gradients and can be compiled."""
+
+    has_backward = True
+    can_torch_compile = True
+
+
 class Arguments(NamedTuple):
     """The arguments of a class's forward, with the role of the hidden states."""
 

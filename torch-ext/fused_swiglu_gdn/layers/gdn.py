@@ -7,7 +7,6 @@ import functools
 from typing import Callable, Dict, NamedTuple, Optional, Tuple
 
 import torch
-from torch import nn
 
 from ..fp8.call import Quantised
 from ..gdn import api as gdn
@@ -22,7 +21,7 @@ from .delta import (
     recurred,
     without_padding,
 )
-from .forward import Arguments, forward_by
+from .forward import Arguments, Layer, forward_by
 from .fp8 import parts as fp8
 from .fp8.linear import multiplied
 from .fp8.weights import FORMS as FP8_FORMS
@@ -97,8 +96,8 @@ def _heads(x, size: int):
     return x.view(x.shape[0], x.shape[1], -1, size)
 
 
-class Layer(NamedTuple):
-    """The properties of layers of one family."""
+class Family(NamedTuple):
+    """What layers of one family have of their own."""
 
     project: Callable  # (layer, x) -> q, k, v, z, a, b; q, k, v joined, if they lie side by side;
     # whether beta is up to 2
@@ -106,7 +105,7 @@ class Layer(NamedTuple):
     out: str
 
 
-def computed(layer, family: Layer, x, cache, mask, kwargs: dict) -> torch.Tensor:
+def computed(layer, family: Family, x, cache, mask, kwargs: dict) -> torch.Tensor:
     """The output of a layer [B, T, hidden] for hidden states x, and a cache or None."""
     x = without_padding(x, mask)
     q, k, v, z, a, b, joined, allow_neg_eigval = family.project(layer, x)
@@ -148,10 +147,10 @@ def _olmo_hybrid(layer, x) -> tuple:
     return q, k, v, z, a, b, None, layer.allow_neg_eigval
 
 
-FAMILIES: Dict[str, Layer] = {
-    "Qwen3_5GatedDeltaNet": Layer(_qwen3_5, "norm", "out_proj"),
-    "Qwen3NextGatedDeltaNet": Layer(_qwen3_next, "norm", "out_proj"),
-    "OlmoHybridGatedDeltaNet": Layer(_olmo_hybrid, "o_norm", "o_proj"),
+FAMILIES: Dict[str, Family] = {
+    "Qwen3_5GatedDeltaNet": Family(_qwen3_5, "norm", "out_proj"),
+    "Qwen3NextGatedDeltaNet": Family(_qwen3_next, "norm", "out_proj"),
+    "OlmoHybridGatedDeltaNet": Family(_olmo_hybrid, "o_norm", "o_proj"),
 }
 
 
@@ -230,56 +229,46 @@ def _own_forward(layer, kwargs: dict) -> Optional[Callable]:
     return kind.forward
 
 
-def _bound(layer, name: str, x, cache, mask, kwargs: dict) -> torch.Tensor:
-    """The output of a layer to which `kernels` has bound the forward of ours with this name."""
-    cache = kwargs.pop("cache", cache)  # transformers' releases have either name
-    own = None if torch.compiler.is_compiling() else _own_forward(layer, kwargs)
-    if own is None:
-        return computed(layer, FAMILIES[name], x, cache, mask, kwargs)
-    given = (x,) if cache is None else (x, cache)  # own may know the cache by more names than one
-    return own(layer, *given, attention_mask=mask, **kwargs)
+def _forward_of_layer(name: str) -> Callable:
+    """The forward that `kernels` binds to the layers of one family."""
+
+    def forward(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
+        cache = kwargs.pop("cache", cache_params)  # transformers' releases have either name
+        own = None if torch.compiler.is_compiling() else _own_forward(self, kwargs)
+        if own is None:
+            return computed(self, FAMILIES[name], hidden_states, cache, attention_mask, kwargs)
+        # own may know the cache by more names than one
+        given = (hidden_states,) if cache is None else (hidden_states, cache)
+        return own(self, *given, attention_mask=attention_mask, **kwargs)
+
+    return forward
 
 
-class Qwen3_5GatedDeltaNet(nn.Module):
+class Qwen3_5GatedDeltaNet(Layer):
     """The GDN layer of Qwen3.5 (dense and MoE) and Qwen4-exp.
 
     Shapes:
         hidden_states: [B, T, hidden] -> [B, T, hidden]
     """
 
-    has_backward = True
-    can_torch_compile = True
-
-    def forward(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
-        given = hidden_states, cache_params, attention_mask
-        return _bound(self, "Qwen3_5GatedDeltaNet", *given, kwargs)
+    forward = _forward_of_layer("Qwen3_5GatedDeltaNet")
 
 
-class Qwen3NextGatedDeltaNet(nn.Module):
+class Qwen3NextGatedDeltaNet(Layer):
     """The GDN layer of Qwen3-Next, whose two projections hold q, k, v, z and b, a by k-head.
 
     Shapes:
         hidden_states: [B, T, hidden] -> [B, T, hidden]
     """
 
-    has_backward = True
-    can_torch_compile = True
-
-    def forward(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
-        given = hidden_states, cache_params, attention_mask
-        return _bound(self, "Qwen3NextGatedDeltaNet", *given, kwargs)
+    forward = _forward_of_layer("Qwen3NextGatedDeltaNet")
 
 
-class OlmoHybridGatedDeltaNet(nn.Module):
+class OlmoHybridGatedDeltaNet(Layer):
     """The GDN layer of OLMo-Hybrid: seven separate projections, beta up to 2 if so configured.
 
     Shapes:
         hidden_states: [B, T, hidden] -> [B, T, hidden]
     """
 
-    has_backward = True
-    can_torch_compile = True
-
-    def forward(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
-        given = hidden_states, cache_params, attention_mask
-        return _bound(self, "OlmoHybridGatedDeltaNet", *given, kwargs)
+    forward = _forward_of_layer("OlmoHybridGatedDeltaNet")

@@ -21,17 +21,15 @@ from ..attention.call import reads_fp8
 from ..projection.project import normed_project
 from ..runtime import dispatch
 from ..runtime.dtypes import HALF
-from .attention import Updates
-from .few_tokens import by_torch
+from .attention import Updates, scale_by_position
+from .few_tokens import by_torch, slots_of
 from .forward import Arguments, Interface, Value, Word, Words, forward_by
 from .fp8.linear import scaled
 from .fp8.weights import weights_of
 from .norm import parameters_of_norm
 from .pinned import Pinned
 from .plain import PLAIN_TENSORS, parameters_of
-from .positions import scale_by_position
 from .projections import projections
-from .slots import slots_of
 
 KERNEL = (ops.LATENT, "latent_attention")
 # tokens that attend to latents. One over 1,024 slots takes .24 of the expanded form's time, over

@@ -18,6 +18,7 @@ from ..runtime.checks import FLOATING
 from ..swiglu.api import fused_swiglu, fused_swiglu_mlp, silu_mul
 from ..swiglu.reference import ACTIVATIONS
 from .activations import activation_of
+from .forward import Layer
 from .fp8 import parts as fp8
 from .norm import does_nothing
 from .pinned import Pinned, call_check
@@ -239,7 +240,7 @@ def _activated(mlp: nn.Module, gate: torch.Tensor) -> torch.Tensor:
     return getattr(mlp, "act_fn" if hasattr(mlp, "act_fn") else "activation_fn")(gate)
 
 
-class SwiGLUMLP(nn.Module):
+class SwiGLUMLP(Layer):
     """down_proj(act_fn(gate_proj(x)) * up_proj(x)), both products and the gate in one launch.
 
     For the MLP of Llama, Mistral, Qwen2, Qwen3, Qwen3.5, OLMo and every other of that shape, with
@@ -250,9 +251,6 @@ class SwiGLUMLP(nn.Module):
         x: [..., K] -> [..., K]
     """
 
-    has_backward = True
-    can_torch_compile = True
-
     def forward(self, x):
         y = _serve_class(self, x, _SEPARATE)
         if y is None:
@@ -260,15 +258,12 @@ class SwiGLUMLP(nn.Module):
         return y
 
 
-class SwiGLUGateUp(nn.Module):
+class SwiGLUGateUp(Layer):
     """SwiGLUMLP on one weight [gate; up]: gate, up = gate_up_proj(x).chunk(2, -1). Phi-3, GLM-4.
 
     Shapes:
         x: [..., K] -> [..., K]
     """
-
-    has_backward = True
-    can_torch_compile = True
 
     def forward(self, x):
         y = _serve_class(self, x, _JOINED)

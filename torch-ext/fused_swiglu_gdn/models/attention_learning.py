@@ -7,9 +7,8 @@ from typing import Iterator, List, NamedTuple, Optional, Tuple
 import torch
 from torch import nn
 
-from ..layers.attention import GATES, NORMS, ROTARY, AttentionForm, Heads
+from ..layers.attention import GATE_FUNCTIONS, GATES, NORMS, ROTARY, AttentionForm, Heads
 from ..layers.forward import ALONE, Word
-from ..layers.gates import GATE_FUNCTIONS
 from .code import Refused
 from .handed import Cache, Interface
 from .opaque import Opaque, Read, name_of

@@ -21,7 +21,7 @@ from typing import Callable, Optional, Tuple
 import torch
 from torch import Tensor, nn
 
-from ..layers.hub_functions import divided, is_next_token_loss, next_tokens
+from ..layers.hub import divided, is_next_token_loss, next_tokens
 from ..layers.own_code import is_in_its_file
 from ..layers.plain import PLAIN_TENSORS, Named, torch_unpatched, why_hooked
 from ..layers.projections import linear

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..layers.hub_functions import is_next_token_loss, next_token_loss
+from ..layers.hub import is_next_token_loss, next_token_loss
 from ..layers.plain import PLAIN_TENSORS, Named, is_torchs_own, torch_unpatched
 from ..loss.ops import FAMILY
 from ..runtime import dispatch

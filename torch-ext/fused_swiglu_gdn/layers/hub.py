@@ -1,10 +1,11 @@
-"""Rotary embedding, router and loss under the names by which transformers asks `kernels` for them.
+"""Norms, rotary embedding, router and loss under the names by which transformers asks `kernels`.
 
 A class or function of that name which computes something else keeps its own code.
 """
 
+import itertools
 from types import FunctionType
-from typing import Optional, Tuple
+from typing import Callable, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -16,13 +17,41 @@ from ..experts.api_topk import fused_topk
 from ..experts.ops_topk import FAMILY as EXPERTS
 from ..loss.ops import CROSS_ENTROPY
 from ..loss.ops import FAMILY as LOSS
+from ..norm.api import rms_norm
 from ..runtime import dispatch
+from .forward import Layer
+from .norm import NormForm, forward_of, serves
 from .own_classes import Answers, Code, code_of_class, code_of_function
-from .own_code import cells_of
+from .own_code import cells_of, peeled
 from .plain import PLAIN_TENSORS, torch_unpatched
 
 
-class rotary_pos_emb(nn.Module):
+class RMSNorm(Layer):
+    """weight * hidden_states / rms(hidden_states), rounded where the module's own class rounds.
+
+    transformers' classes of this name are of two kinds: Llama's rounds before it multiplies by the
+    weight, Olmo-Hybrid's after. A class that computes something else keeps its own forward.
+
+    Shapes:
+        hidden_states: [..., D] -> [..., D]
+    """
+
+    def forward(self, hidden_states):
+        return normed(self, hidden_states)
+
+
+class RMSNormZeroCentered(Layer):
+    """(1 + weight) * x / rms(x), as Qwen3.5's norms compute it.
+
+    Shapes:
+        x: [..., D] -> [..., D]
+    """
+
+    def forward(self, x):
+        return normed(self, x)
+
+
+class rotary_pos_emb(Layer):
     """q * cos + rotate_half(q) * sin, and the same of k: fused_qk_norm_rope without a norm.
 
     Computed in fp32 and rounded once, where transformers rounds three times in bf16.
@@ -32,9 +61,6 @@ class rotary_pos_emb(nn.Module):
         cos, sin: [B or 1, T, D] -> as q and k
     """
 
-    has_backward = True
-    can_torch_compile = True
-
     def forward(self, q, k, cos, sin, unsqueeze_dim=1):
         turned = None
         if unsqueeze_dim in (1, 2) and _serves(ATTENTION, "qk_norm_rope_fwd", q, k, cos, sin):
@@ -42,7 +68,7 @@ class rotary_pos_emb(nn.Module):
         return type(self).forward(self, q, k, cos, sin, unsqueeze_dim) if turned is None else turned
 
 
-class SoftmaxTopKRouter(nn.Module):
+class SoftmaxTopKRouter(Layer):
     """The logits of a router, the weights of the experts chosen and their numbers: fused_topk.
 
         logits = hidden_states @ weight.T;  weights = topk(softmax(logits)), divided by their sum
@@ -53,9 +79,6 @@ class SoftmaxTopKRouter(nn.Module):
         hidden_states: [..., H] -> [T, E], [T, K], [T, K] int64
     """
 
-    has_backward = True
-    can_torch_compile = True
-
     def forward(self, hidden_states):
         routed = None
         if _serves(EXPERTS, "topk_fwd", hidden_states):
@@ -63,7 +86,7 @@ class SoftmaxTopKRouter(nn.Module):
         return type(self).forward(self, hidden_states) if routed is None else routed
 
 
-class ForCausalLMLoss(nn.Module):
+class ForCausalLMLoss(Layer):
     """The mean cross entropy of the next token, by a kernel that needs no copy of logits in fp32.
 
     With num_items_in_batch the sum, divided by it. transformers 5.24 has a mapping for the name and
@@ -72,9 +95,6 @@ class ForCausalLMLoss(nn.Module):
     Shapes:
         logits: [B, T, V]; labels: [B, T], or shift_labels: [B, T], shifted already -> []
     """
-
-    has_backward = True
-    can_torch_compile = True
 
     def forward(
         self,
@@ -128,6 +148,12 @@ def _serves(family: str, operation: str, *tensors) -> bool:
     return plain and dispatch.serves(family, operation, tensors[0])
 
 
+def normed(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The output of a norm of transformers, by rms_norm or by its class's own forward."""
+    forward = FORWARDS.of(type(norm)) if serves(x) else None
+    return (forward or type(norm).forward)(norm, x)
+
+
 def _turned(module, q, k, cos, sin, unsqueeze_dim: int) -> Optional[Tuple]:
     """q and k turned, or None if the function of transformers must do it."""
     if not cos.dtype is sin.dtype is k.dtype is q.dtype or q.ndim != 4 or k.ndim != 4:
@@ -170,6 +196,42 @@ def _code_of(kind: type) -> Code:
 def _function_of(kind: type) -> Optional[FunctionType]:
     """The function for which `kernels` has made this class."""
     return cells_of(kind.forward).get("func") if kind.__module__ == "kernels.layer.layer" else None
+
+
+def _forward_for(kind: type, code: Code) -> Optional[Callable]:
+    """Ours for a class of transformers, found by small inputs, or None for another formula."""
+    if kind.__call__ is not nn.Module.__call__:
+        return None
+    roundings = (("llama", 0.0), ("gemma", 0.0), ("gemma", 1.0))
+    for name, (mode, offset) in itertools.product(("variance_epsilon", "eps"), roundings):
+        form = NormForm(kind, code.pins, (), "", "weight", name, mode, offset)
+        try:
+            if _agrees(peeled(kind.forward).forward, form):
+                return forward_of(form)
+        except Exception:  # whatever a class raises for such a module
+            continue
+    return None
+
+
+def _agrees(forward, form: NormForm) -> bool:
+    """True if the forward gives the same bits as rms_norm in several dtypes."""
+    random = torch.Generator(device="cpu").manual_seed(1)
+    x, weight = (torch.randn(*shape, generator=random, device="cpu") for shape in ((8, 33), (33,)))
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for (dtype, other), eps in itertools.product(
+        ((bf16, bf16), (bf16, fp32), (fp32, fp32)), (1e-6, 0.5)
+    ):
+        norm = form.kind.__new__(form.kind)
+        nn.Module.__init__(norm)
+        norm.weight = nn.Parameter(weight.to(other), requires_grad=False)
+        setattr(norm, form.eps, eps)
+        got = forward(norm, x.to(dtype))
+        expected = rms_norm(
+            x.to(dtype), norm.weight, eps, casting_mode=form.casting_mode, offset=form.offset
+        )
+        if got.dtype is not expected.dtype or not torch.equal(got, expected):
+            return False
+    return True
 
 
 def _turns_halves(kind: type, _) -> bool:
@@ -220,5 +282,6 @@ def _is_next_token_loss(function: FunctionType, _) -> bool:
     return True
 
 
+FORWARDS = Answers(_forward_for)
 TURNING, CHOOSING = Answers(_turns_halves, _code_of), Answers(_is_softmax_top_k, _code_of)
 LOSSES = Answers(_is_next_token_loss, code_of_function)
