@@ -775,10 +775,17 @@ for D in (64, 128, 256):
 
 
 def _fp8(kernel, M, K=4096, gate=False):
-    ops = submodule("fp8.ops")
-    if gate:
-        return functools.partial(ops.SILU_MUL_QUANTISE, values(M, 2 * K).chunk(2, 1))
-    return functools.partial(ops.QUANTISE, (values(M, K),))
+    module, x = submodule("fp8.portable.quantise"), values(M, 2 * K if gate else K)
+
+    def run():
+        if not module.is_quantised_here(x):
+            return None
+        if not gate:
+            return module.quantiser(x)(x)
+        launch = module.gate_launch(x.device, (M, K), (2 * K, 2 * K))
+        return module.quantising(launch, x.device, (M, K))(*x.chunk(2, 1))
+
+    return run
 
 
 calls(_fp8, "fp8 quantise", {"": dict(M=4096), "1 token": dict(M=1), "K 5120": dict(M=33, K=5120)})
@@ -801,18 +808,21 @@ def _fp8_few(kernel, M, K=4096, rows=(14336, 14336), down=0, plain=(), known=Tru
     weights += [values(down, rows[0], dtype=E4M3)] if down else []
     scales = [values(*(-(-n // 128) for n in w.shape), dtype=FP32).abs() for w in weights]
     x = values(M, K)
-    plain = tuple(values(n, K) for n in plain)
+    plain, biases = tuple(values(n, K) for n in plain), (None,) * len(weights)
     if e8m0:
         scales = [scale.to(torch.float8_e8m0fnu) for scale in scales]
 
     def run():
-        codes = ops.QUANTISE((x,)) if known else None  # None on a chip without FP8
-        if known and codes is None:
-            return None
+        codes = None
+        if known:
+            module = submodule("fp8.portable.quantise")
+            if not module.is_quantised_here(x):
+                return None  # on a chip without FP8
+            codes = module.quantiser(x)(x)
         if down:
             tensors = (*weights, *scales, *(None,) * 3, x, *(codes or (None, None)), None)
             return ops.MLP(tensors, ((M,), True))
-        return ops.products((M,), tuple(weights), tuple(scales), x, codes, plain)
+        return ops.products((M,), [*zip(weights, scales, biases)], x, codes, plain)
 
     return run
 

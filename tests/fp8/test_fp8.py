@@ -18,7 +18,8 @@ from interpreter import (
 
 call, ops, reference = (submodule(f"fp8.{name}") for name in ("call", "ops", "reference"))
 dispatch = submodule("runtime.dispatch")
-given, weights_of = submodule("layers.fp8.given"), submodule("layers.fp8.weights").weights_of
+given = submodule("layers.fp8.weights")
+weights_of = given.weights_of
 projections = submodule("layers.projections").projections
 
 
@@ -92,9 +93,11 @@ def test_the_gate_rounds_where_torch_does():
 # --- the kernels
 
 
-def silu_mul_quantise(*tensors):
-    args = ("fp8.portable.quantise", "silu_mul_quantise_fwd", call.SiluMulQuantise)
-    return prepared(*args, *tensors)
+def silu_mul_quantise(gate, up):
+    quantise, strides = submodule("fp8.portable.quantise"), (gate.stride(0), up.stride(0))
+    launch = quantise.gate_launch(gate.device, gate.shape, strides)
+    found = quantise.quantising(launch, gate.device, gate.shape)(gate, up)
+    return fp8_problems.apart(found, len(gate))
 
 
 def norm_quantise(*fields):
@@ -110,8 +113,9 @@ def test_quantisers(device):
         wide = values(M, K + 128, device, M)
         for x in (wide[:, :K], wide[:, :K].contiguous()):
             same_bits(quantised(x), reference.quantise_fwd(x), bits)
-    assert quantised(values(4, 200, device)) is None
-    assert quantised(values(4, 256, device).half()) is None
+    taken = submodule("fp8.portable.quantise").is_quantised_here
+    assert taken(x) and not taken(values(4, 200, device))
+    assert not taken(values(4, 256, device).half())
     gate, up = values(32, 2 * 1280, device).chunk(2, 1)
     found = silu_mul_quantise(gate, up)
     expected = reference.silu_mul_quantise_fwd(gate, up)
@@ -125,7 +129,6 @@ def test_quantisers(device):
         part = silu_mul_quantise(gate[3 : 3 + M], up[3 : 3 + M])
         assert torch.equal(part.scales[:M], found.scales[3 : 3 + M])
         assert part.codes.shape == (call.padded(M), 1280) and not part.codes[M:].float().any()
-    assert silu_mul_quantise(gate[:3], up[:2]) is None
 
 
 @interpreted
@@ -171,7 +174,7 @@ def test_codes_of_deepgemm_on_a_gpu():
     groups = x.float().view(513, 32, 128)
     scales = groups.abs().amax(2).clamp(1e-4) / 448.0
     codes = (groups * (1.0 / scales.unsqueeze(2))).to(E4M3).view(513, 4096)
-    found = ops.QUANTISE((x,))
+    found = quantised(x)
     assert torch.equal(found.scales[:513], scales)
     assert torch.equal(found.codes[:513].view(torch.uint8), codes.view(torch.uint8))
 
@@ -196,7 +199,7 @@ def test_products_on_a_gpu(N, K):
     part = fp8_problems.linear(N, K, device="cuda").requires_grad_(False)
     weight, scale = part.weight, part.weight_scale_inv
     for M in (1, 15, 16, 17, 63, 65, 129, 1024):
-        codes = ops.QUANTISE((values(M, K, "cuda").nan_to_num(1.0, 1.0),))
+        codes = quantised(values(M, K, "cuda").nan_to_num(1.0, 1.0))
         y = ops.PRODUCT.serving((weight, scale))(weight, scale, codes)
         assert y.shape == (call.padded(M), N) and y.dtype is torch.bfloat16
         exact = fp8_problems.exact(codes, weight, scale)
@@ -510,7 +513,7 @@ def test_what_a_norm_gives(kernel, counted):
     assert given.with_codes(x, codes, None, inside) == (q, False)
     with pytest.raises(ZeroDivisionError):
         given.with_codes(x, codes, None, lambda: 1 / 0)
-    assert given.taken(x) is None
+    assert given.taken(x) == (None, None)
 
 
 @compiled
@@ -556,10 +559,11 @@ def test_launches(kernel, monkeypatch):
     assert records[0].options["launch_pdl"]
     assert len(products) == 3 and all(p["scale_a"].stride() == (1, 80) for p in products)
     assert all(p["scale_b"].shape == (40, 1) for p in products)
+    weights = [(part.weight, part.weight_scale_inv, None) for part in parts]
     with recording.recorded(hopper) as records:  # whose sign is kept aside
-        assert ops.QUANTISE((torch._neg_view(x),)) is None and not records
+        assert ops.products((70,), weights, torch._neg_view(x)) is None and not records
     with recording.recorded(device.Chip("NVIDIA_A100", (8, 0), 108)) as records:
-        assert ops.QUANTISE((x,)) is None and not records
+        assert ops.products((70,), weights, x) is None and not records
 
 
 @pytest.mark.parametrize("K, eight", [(640, False), (1344, True), (512, True), (16, False)])

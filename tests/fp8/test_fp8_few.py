@@ -81,7 +81,7 @@ def test_products_that_are_refused():
     assert products(codes, 3, (weights[0][:, :256],), scales) is None
     assert products(codes, 3, weights, (scales[0].double(),)) is None
     assert products(codes, 3, (weights[0].view(torch.int8),), scales) is None
-    assert ops.products((3,), weights * 7, scales * 7, None, codes) is None
+    assert ops.products((3,), [*zip(weights, scales, ABSENT)] * 7, None, codes) is None
 
 
 @compiled
@@ -136,7 +136,7 @@ def test_plain_weights_that_are_served():
     for bad in ((plain[0].half(),), (plain[0][:, 1:],), (plain[0][0],), (plain[0][:0],)):
         assert products(codes, 3, weights, scales, bad, x) is None
     assert products(codes, 3, weights, scales, plain, tokens(4, 256)) is None
-    assert ops.products((3,), weights, scales, x, codes, plain[:1] * 3) is None
+    assert ops.products((3,), [*zip(weights, scales, ABSENT)], x, codes, plain[:1] * 3) is None
 
 
 @interpreted
@@ -261,7 +261,7 @@ def test_launches():
         return ops.MLP(fields, ((M,), True))
 
     def several(codes, M, weights, scales):
-        found = ops.products((M,), weights, scales, None, codes)
+        found = ops.products((M,), [*zip(weights, scales, ABSENT)], None, codes)
         return found if found is None else torch.cat(found, 1)
 
     weights = mlp_of(512, 14336)

@@ -26,7 +26,8 @@ def values(*shape, device="cpu", seed=0, scale=2.0):
 def same(found, y, rows=None) -> None:
     """Codes and scales to the bit as the quantiser makes them of y, a row a token, and of rows of
     zeros behind them; rows: how many are written."""
-    expected = quantised(y.flatten(0, 1).flatten(1))
+    y = y.flatten(0, 1).flatten(1)
+    found, expected = fp8_problems.apart(found, len(y)), quantised(y)
     assert found.codes.shape == expected.codes.shape and found.codes.dtype == torch.float8_e4m3fn
     assert found.scales.stride() == expected.scales.stride() == (1, expected.codes.shape[0])
     for mine, other in zip(found, expected):
@@ -136,7 +137,7 @@ def test_decoding(device):
         tensors = decoding(B, H, HV, device)
         twin = copied(tensors)
         found, y = decode(tensors, *quantising), decode(twin, "layer", "gdn_layer_decode")
-        same(fp8_problems.apart(found, B), y.flatten(2), rows=B)
+        same(found, y.flatten(2), rows=B)
         assert all(map(torch.equal, tensors[6:8], twin[6:8]))
     assert decode(decoding(65, 1, 1, device), *quantising) is None
 
@@ -171,7 +172,7 @@ def test_a_model_has_the_same_bits(kernel, monkeypatch):
             "gdn_layer_decode_quantise": 3,
         }  # fmt: skip
         with monkeypatch.context() as patch:
-            patch.setattr(submodule("layers.fp8.parts"), "weight_of_out", lambda *_: None)
+            patch.setattr(submodule("layers.fp8.linear"), "weight_of_out", lambda *_: None)
             expected, record = logits_of(model, ids, 3)
         assert GATES.isdisjoint(record) and torch.equal(found, expected)
 
@@ -197,7 +198,7 @@ def test_output_projections_that_do_more(kernel, monkeypatch):
     with dispatch.force("reference"), dispatch.served() as record:
         model(ids)
     assert GATES.isdisjoint(record)
-    out = submodule("layers.fp8.parts").weight_of_out
+    out = submodule("layers.fp8.linear").weight_of_out
     part, x = layers[1].self_attn.o_proj, torch.zeros(1, 3, 512).bfloat16()
     with torch.no_grad(), dispatch.force("reference"):
         assert out(part, x, 512) is not None and out(part, x, 256) is None
@@ -210,6 +211,6 @@ def test_output_projections_that_do_more(kernel, monkeypatch):
     biased.bias = torch.nn.Parameter(values(512), requires_grad=False)
     heads, gate = values(2, 3, 4, 128), values(2, 3, 4, 128, seed=1)
     with torch.no_grad(), dispatch.force("reference"):
-        y = submodule("layers.fp8.parts").gated(heads, gate, biased)
+        y = submodule("layers.fp8.linear").gated(heads, gate, biased)
         x = submodule("attention.reference").sigmoid_gate_fwd(heads, gate).view(2, 3, 512)
         assert torch.equal(y, biased(x))

@@ -120,7 +120,7 @@ def test_projections_that_are_no_fp8(kernel, monkeypatch):
 @pytest.mark.parametrize("hooked", [False, True])
 def test_a_layer_adds_within_its_mlp(kernel, monkeypatch, hooked):
     """Of a few tokens, and where nobody looks at what the MLP gives; with the same bits."""
-    layers, added, seen = submodule("layers.fp8.parts"), [], []
+    layers, added, seen = submodule("layers.fp8.linear"), [], []
     model = fp8_problems.tiny_qwen3()
     kernel.kernelize(model)
     mlp = model.model.layers[1].mlp
@@ -135,7 +135,7 @@ def test_a_layer_adds_within_its_mlp(kernel, monkeypatch, hooked):
     with torch.no_grad(), dispatch.force("reference"):
         found = model(IDS).logits
         assert added == [True, not hooked]
-        monkeypatch.setattr(submodule("layers.fp8.given"), "MLPS", ())
+        monkeypatch.setattr(submodule("layers.fp8.weights"), "MLPS", ())
         expected = model(IDS).logits
     assert added[2:] == [False, False] and torch.equal(found, expected)
     assert len(seen) == 2 * hooked and all(torch.equal(seen[0], y) for y in seen)

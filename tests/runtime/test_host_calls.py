@@ -32,10 +32,10 @@ MOST = {
     "gated norm": 6,  # 37 so
     "gated norm, gradient": 49,  # 151 so
     "gate": 9,
-    "FP8": 6,
+    "FP8": 4,
     "norm in FP8": 6,
-    "products in FP8": 8,
-    "experts in FP8, T=4": 17,
+    "products in FP8": 7,
+    "experts in FP8, T=4": 16,
     "rotary and cache": 7,  # here, too
     "attention gate": 7,
     "static cache": 8,
@@ -177,15 +177,17 @@ def fp8_calls() -> dict:
     ops, experts = submodule("fp8.ops"), submodule("experts.ops_fp8").fp8_experts
     x, residual, weight = (torch.zeros(*s, 512).bfloat16() for s in ((4,), (4,), ()))
     weights = [torch.zeros(512, 512).to(torch.float8_e4m3fn) for _ in range(2)]
-    scales, codes = [torch.ones(4, 4) for _ in range(2)], ops.QUANTISE((x,))
+    weights = [(weight, torch.ones(4, 4), None) for weight in weights]
+    quantise = submodule("fp8.portable.quantise").quantiser(x)
+    codes = submodule("fp8.reference").quantise_fwd(x)
     stacked = [torch.zeros(4, *s, 256).to(torch.float8_e4m3fn) for s in ((512,), (256,))]
     tensors = (stacked[0], torch.ones(4, 4, 2), stacked[1], torch.ones(4, 2, 2))
     routed = (torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, 2).bfloat16())
     token = x[:, :256].contiguous()
     return {
-        "FP8": lambda: ops.QUANTISE((x,)),
+        "FP8": lambda: quantise(x),
         "norm in FP8": lambda: ops.NORM_QUANTISE((x, weight, residual), (1e-6, "llama", 0.0)),
-        "products in FP8": lambda: ops.products((4,), tuple(weights), tuple(scales), None, codes),
+        "products in FP8": lambda: ops.products((4,), weights, None, codes),
         "experts in FP8, T=4": lambda: experts(token, *tensors, *routed),
     }
 
@@ -356,7 +358,7 @@ def test_functions_of_a_kimi_delta_attention_layer(hopper):
         assert 100 < functions(lambda: layer(x[:, :1], cache, None)) <= 145
 
 
-@pytest.mark.parametrize("name, most", [("tiny_qwen3", 133), ("tiny_qwen3_5", 141)])
+@pytest.mark.parametrize("name, most", [("tiny_qwen3", 124), ("tiny_qwen3_5", 134)])
 def test_functions_of_a_layer_in_fp8(hopper, monkeypatch, name, most):
     """182 where weights were looked at one by one, and x quantised apart from its product. Of
     several sequences hardly more than in bf16, where one has products of its own; attention over a
@@ -377,7 +379,7 @@ def test_functions_of_a_layer_in_fp8(hopper, monkeypatch, name, most):
         found += [functions_of_a_layer(model, 128, B, rotary) for B in (1, 16)]
         made.append(functions_of_a_layer(model, 128, 16, rotary, launches))
     assert 100 < found[0] <= most
-    assert found[1] <= 1.15 * found[3], found
+    assert found[1] <= 1.07 * found[3], found
     assert len(made[0]) == (10 if name == "tiny_qwen3" else 11)
     assert "_quantise_kernel" not in made[0]
 

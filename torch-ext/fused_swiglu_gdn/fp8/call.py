@@ -21,8 +21,8 @@ INVERSE = 1 / 448  # of the largest value of e4m3; torch divides by a number on 
 class Quantised(NamedTuple):
     """Tokens in FP8: codes * scales, each scale for BLOCK columns.
 
-    What kernels make of few tokens has scales in the memory behind the codes, whose rows are more
-    then, and None in their place: an allocation costs the host two microseconds.
+    Scales that kernels make of up to MOST tokens are in the memory behind the codes, whose rows are
+    more then, and None stands in their place (portable/quantise.py).
     """
 
     codes: Tensor  # [P, K] e4m3; P: the tokens, and rows of zeros up to a multiple of ROWS
@@ -43,23 +43,6 @@ def as_bytes(scales: Sequence[Optional[Tensor]]) -> tuple:
     return tuple([
         s.view(torch.uint8) if s is not None and s.dtype is E8M0 else s for s in scales
     ])  # fmt: skip
-
-
-@call
-class Quantise(NamedTuple):
-    """x in FP8: Quantised."""
-
-    x: Tensor  # [M, K] bf16
-    options: NoOptions
-
-
-@call
-class SiluMulQuantise(NamedTuple):
-    """silu(gate) * up in FP8, rounded to bf16 after each of the two."""
-
-    gate: Tensor  # [M, K] bf16
-    up: Tensor  # [M, K] bf16
-    options: NoOptions
 
 
 class NormOptions(NamedTuple):

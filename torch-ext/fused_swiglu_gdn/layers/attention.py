@@ -14,8 +14,7 @@ from ..attention.api import fused_qk_norm_rope, sigmoid_gate
 from ..runtime.dtypes import HALF
 from .few_tokens import by_torch, decodes, slots_of
 from .forward import Arguments, Interface, Value, Word, Words, forward_by
-from .fp8 import parts as fp8
-from .fp8.weights import FORMS as FP8_FORMS
+from .fp8 import linear as fp8
 from .norm import does_nothing, parameters_of_norm
 from .pinned import Pinned
 from .projections import projections
@@ -180,7 +179,7 @@ class Attention:
         casts = torch.is_autocast_enabled(x.device.type)
         if casts and not _casts_alike(x, past, function, words, more):
             return None
-        made, gate = self.projected(x, *map(parts.__getitem__, self.products), unpatched=True), None
+        made, gate = self.projected(x, *map(parts.__getitem__, self.products), eager=True), None
         if form.gate is not None:
             *made, gate = made
         q, k, v = self.made(attention, parts, x, made) if self.odd else made
@@ -212,26 +211,24 @@ class Attention:
         if T <= FEW and (attend := decodes(function, q, k, v, mask, past, slots, words, more)):
             scale = words.get("scaling", more.get("scaling"))
             length, weights = None if slots is None else slots.cumulative_length, None
-            if gate is None and FP8_FORMS and (y := self.coded(q, k, v, length, mask, scale, last)):
+            if gate is None and fp8.FORMS and (y := self.coded(q, k, v, length, mask, scale, last)):
                 return y
             out = attend(q, k, v, length, attention_mask=mask, softmax_scale=scale)
         else:
             out, weights = function(attention, q.transpose(1, 2), k, v, mask, **words, **more)
         if gate is not None:
             return self.gated_output(out, gate, last), weights
-        return self.projected(out.reshape(B, T, -1).contiguous(), last, unpatched=True)[0], weights
+        return self.projected(out.reshape(B, T, -1).contiguous(), last, eager=True)[0], weights
 
     def gated_output(self, out: torch.Tensor, gate: torch.Tensor, linear: nn.Module):
         """linear(out) of heads [B, T, HQ, D], gated, [B, T, N]; gate [B, T, HQ, D or 1]."""
         if self.form.gate_by is not None:
             out = out * GATE_FUNCTIONS[self.form.gate_by](gate)
-        elif FP8_FORMS and (y := self.quantised(out, gate, linear)) is not None:
+        elif fp8.FORMS and (y := self.quantised(out, gate, linear)) is not None:
             return y
         else:
             out = self.gated(out, gate) if out.shape == gate.shape else out * torch.sigmoid(gate)
-        return self.projected(
-            out.reshape(*gate.shape[:2], -1).contiguous(), linear, unpatched=True
-        )[0]
+        return self.projected(out.reshape(*gate.shape[:2], -1).contiguous(), linear, eager=True)[0]
 
     def made(self, attention: nn.Module, parts: dict, x: torch.Tensor, made: list) -> Sequence:
         """Queries, keys and values as projected, where each has no projection of its own, or values

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..fp8.ops import NORM_QUANTISE
 from .forward import Arguments, Word, Words, forward_by
-from .fp8 import given as fp8
+from .fp8 import weights as fp8
 from .norm import does_nothing, parameters_of_norm, rms_norm
 from .pinned import Pinned
 
@@ -124,7 +124,10 @@ class Decoder:
         y, codes, mixer, mlp = x, None, parts[order.mixer], parts[order.mlp]
         if order.pre_mixer is not None:
             y, _, codes = _normed(parts[order.pre_mixer], x, None, mixer)
-        y = self.mixer.called(mixer, y, given, rest, codes)
+        if codes is None:
+            y = self.mixer.called(mixer, y, given, rest)
+        else:
+            y, _ = fp8.with_codes(y, codes, None, self.mixer.called, mixer, y, given, rest)
         if order.pre_mlp is None:
             y = x = _normed_and_added(parts, order.post_mixer, y, x, scale)
             codes = None
@@ -132,12 +135,15 @@ class Decoder:
             y = y if order.post_mixer is None else _normed(parts[order.post_mixer], y)[0]
             y = y if scale is None else y * scale
             y, x, codes = _normed(parts[order.pre_mlp], y, x, mlp, codes)
-        alone = form.beside is order.post_mlp is scale is None
-        if codes is not None and alone:
-            residual = x if type(mlp).__dict__.get("served_as") in fp8.MLPS else None
+        if codes is None:
+            y = self.mlp.called(mlp, y, given, rest)
+        else:
+            alone = form.beside is order.post_mlp is scale is None
+            adds = alone and type(mlp).__dict__.get("served_as") in fp8.MLPS
+            residual = x if adds else None
             y, added = fp8.with_codes(y, codes, residual, self.mlp.called, mlp, y, given, rest)
-            return y if added else x + y
-        y = self.mlp.called(mlp, y, given, rest, codes)
+            if added:
+                return y
         if form.beside is not None:
             y = _with_experts(parts, form.beside, y, x)
         if order.post_mlp is None and scale is None:
@@ -154,13 +160,8 @@ class Part:
         self.after = Words(w._replace(name=str(i)) for i, w in enumerate(call.after))
         self.alone = call == Call(None, (), (), False, call.flat)
 
-    def called(
-        self, part: nn.Module, x: torch.Tensor, given: dict, rest: dict,
-        codes: Optional[fp8.Coded] = None,
-    ) -> torch.Tensor:  # fmt: skip
-        """The first output of the part; codes: x in FP8, if the norm has made it."""
-        if codes is not None:
-            return fp8.with_codes(x, codes, None, self.called, part, x, given, rest)[0]
+    def called(self, part: nn.Module, x: torch.Tensor, given: dict, rest: dict) -> torch.Tensor:
+        """The first output of the part."""
         if self.alone:
             y = part(x)
         else:

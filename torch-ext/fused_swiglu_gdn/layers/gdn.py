@@ -9,6 +9,7 @@ from typing import Callable, Dict, NamedTuple, Optional, Tuple
 import torch
 
 from ..fp8.call import Quantised
+from ..fp8.ops import products
 from ..gdn import api as gdn
 from ..gdn_layer.ops_fp8 import DECODE_QUANTISE, NORM_QUANTISE
 from ..gdn_layer.ops_fused import DECODE
@@ -22,9 +23,7 @@ from .delta import (
     without_padding,
 )
 from .forward import Arguments, Layer, forward_by
-from .fp8 import parts as fp8
-from .fp8.linear import multiplied
-from .fp8.weights import FORMS as FP8_FORMS
+from .fp8 import linear as fp8
 from .pinned import Pinned, call_check
 from .plain import PLAIN_TENSORS
 from .projections import projections
@@ -112,12 +111,12 @@ def computed(layer, family: Family, x, cache, mask, kwargs: dict) -> torch.Tenso
     seq = Sequences(layer, layer.layer_idx, k, cache, kwargs)
     norm, out = getattr(layer, family.norm), getattr(layer, family.out)
     weight = None
-    if type(out) in FP8_FORMS:
+    if type(out) in fp8.FORMS:
         weight = fp8.weight_of_out(out, x, z.shape[2:].numel())
     more = (seq, joined, allow_neg_eigval, weight is not None)
     o = _gated_delta_net(layer, norm, q, k, v, z, a, b, *more)
     if type(o) is Quantised:
-        return multiplied(x.shape[:2], (weight,), None, o)[0]
+        return products(x.shape[:2], (weight,), None, o)[0]
     return projections(o, out)[0]
 
 

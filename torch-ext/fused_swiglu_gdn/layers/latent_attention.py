@@ -122,7 +122,7 @@ class LatentAttention:
         if form.gate is not None:
             out = out * torch.sigmoid(parts[form.gate](x).float()).to(x.dtype).unsqueeze(-1)
         out = out.reshape(B, T, -1).contiguous()
-        return projections(out, parts[form.out], unpatched=True)[0], weights
+        return projections(out, parts[form.out], eager=True)[0], weights
 
     def attended(self, call: "Call", q, kv, weight, attention, given: dict, rest: dict) -> tuple:
         """The heads' outputs, and the weights of attention or None: of latents, or of the keys and
@@ -219,7 +219,7 @@ class LatentAttention:
     def projected(self, parts: dict, x: torch.Tensor) -> tuple:
         """Queries, in memory of its own, and latents beside the key."""
         first, *others = self.form.queries
-        q, kv = projections(x, parts[first], parts[self.form.kv_a], unpatched=True)
+        q, kv = projections(x, parts[first], parts[self.form.kv_a], eager=True)
         if others:
             q = _normed(q, *map(parts.__getitem__, others))
         last = parts[others[1] if others else first]
@@ -244,7 +244,7 @@ def _normed(q: torch.Tensor, norm: nn.Module, linear: nn.Module) -> torch.Tensor
             y = normed_project(q, found[0], found[1], weights[0][0])
             if y is not None:
                 return y
-    return projections(norm(q), linear, unpatched=True)[0]
+    return projections(norm(q), linear, eager=True)[0]
 
 
 def _weight(linear: nn.Module, x: torch.Tensor, N: int, V: int) -> Optional[tuple]:

@@ -17,31 +17,30 @@ LARGE = 2**28
 
 
 def projections(
-    x: torch.Tensor, *linears: nn.Module, unpatched: bool = False, together: bool = False
+    x: torch.Tensor, *linears: nn.Module, eager: bool = False, together: bool = False
 ) -> Optional[List[torch.Tensor]]:
     """linear(x [..., K]) for each linear.
 
     A few tokens take one launch, if reading the weights is equivalent; it overlaps the previous
     one's end. For FP8Linears x is quantised once; others beside them are part of the launch of a
-    few tokens, and of one token a launch of their own. unpatched: the caller knows that
-    torch_unpatched. together: None where each would be called by itself.
+    few tokens, and of one token a launch of their own. eager: the caller knows that torch is in
+    eager mode, and unpatched. together: None where each would be called by itself.
     """
     plain = type(linears[0]) is nn.Linear
     if x.numel() <= MAX_TOKENS * x.shape[-1]:
-        unpatched = unpatched or torch_unpatched()
-        found = parameters_of(*linears) if plain and unpatched else None
+        found = parameters_of(*linears) if plain and (eager or torch_unpatched()) else None
         if found is not None and all([bias is None for _, bias in found]):
             y = project(x, [weight for weight, _ in found])
             if y is not None:
                 return y
     if not plain and fp8.FORMS:
-        found = fp8.project(x, linears, unpatched)
+        found = fp8.project(x, linears, eager)
         if found is not None:
             rest = [linear for linear, y in zip(linears, found) if y is None]
             if not rest:
                 return found
             if len(rest) > 1 and x.numel() == x.shape[-1]:
-                others = iter(projections(x, *rest, unpatched=unpatched))
+                others = iter(projections(x, *rest, eager=eager))
             else:
                 others = (linear(x) for linear in rest)
             return [next(others) if y is None else y for y in found]

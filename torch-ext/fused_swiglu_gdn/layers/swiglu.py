@@ -19,7 +19,7 @@ from ..swiglu.api import fused_swiglu, fused_swiglu_mlp, silu_mul
 from ..swiglu.reference import ACTIVATIONS
 from .activations import activation_of
 from .forward import Layer
-from .fp8 import parts as fp8
+from .fp8 import linear as fp8
 from .norm import does_nothing
 from .pinned import Pinned, call_check
 from .plain import PLAIN_TENSORS, parameters_of, same_dtype, torch_unpatched
@@ -114,14 +114,17 @@ def _of_wrapped(mlp: nn.Module, x: torch.Tensor, roles: Roles, name: str) -> Opt
     return down(act(g) * u)
 
 
-def _of_others(mlp: nn.Module, x: torch.Tensor, roles: Roles, name: str) -> Optional[torch.Tensor]:
+def _of_others(
+    mlp: nn.Module, x: torch.Tensor, roles: Roles, name: str, compiling: bool
+) -> Optional[torch.Tensor]:
     """serve() for an MLP whose projections are not plain."""
     y, modules = None, mlp.__dict__["_modules"]
     gate = modules.get(roles.gate)
-    if gate is not None and "forward" in gate.__dict__ and not torch.compiler.is_compiling():
-        y = _on_shards(mlp, x, roles, name)
-    elif name == "silu" and not roles.casts:
-        y = fp8.mlp(x, gate, modules.get(roles.up), modules.get(roles.down), roles.gate_first)
+    if not compiling:
+        if gate is not None and "forward" in gate.__dict__:
+            y = _on_shards(mlp, x, roles, name)
+        elif name == "silu" and not roles.casts:
+            y = fp8.mlp(x, gate, modules.get(roles.up), modules.get(roles.down), roles.gate_first)
     return _of_wrapped(mlp, x, roles, name) if y is None else y
 
 
@@ -149,7 +152,9 @@ def serve(
     compiling: torch.compiler.is_compiling(), if the caller knows it."""
     if type(x) not in PLAIN_TENSORS:
         return None
-    if compiling is not False or dispatch.forced is not None:
+    if compiling is None:
+        compiling = torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag
+    if compiling or dispatch.forced is not None:
         if not dispatch.serves(*SWIGLU, x, compiling):
             return None
     elif x.dtype is torch.float64 or not dispatch.has_kernels_at(*SWIGLU, x.device):
@@ -165,17 +170,17 @@ def serve(
     if name is None:
         return None
     gate = attributes["_modules"].get(roles.gate)
-    around = gate is not None and "forward" in gate.__dict__  # shards, and what else is not plain
-    found = None if around else projections(mlp, roles)
+    plain = type(gate) is nn.Linear and "forward" not in gate.__dict__  # as that of shards is
+    found = projections(mlp, roles) if plain else None
     if found is None:
-        return _of_others(mlp, x, roles, name)
+        return _of_others(mlp, x, roles, name, compiling)
     down = attributes["_modules"].get(roles.down)
-    plain = parameters_of(down)
+    last = parameters_of(down)
     try:
-        if plain is not None and same_dtype(x, *found, *plain[0]):
+        if last is not None and same_dtype(x, *found, *last[0]):
             if not torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type):
-                return _without_gradient(x, found, *plain[0], name)
-            (w_gate, w_up, b_gate, b_up), (w_down, b_down) = found, plain[0]
+                return _without_gradient(x, found, *last[0], name)
+            (w_gate, w_up, b_gate, b_up), (w_down, b_down) = found, last[0]
             return fused_swiglu_mlp(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation=name)
         if down is None or roles.casts or not same_dtype(x, *found):
             return None

@@ -167,7 +167,7 @@ class _Ours(Attention):
         return None
 
     @staticmethod
-    def projected(x: torch.Tensor, *parts: Part, unpatched: bool) -> list:
+    def projected(x: torch.Tensor, *parts: Part, eager: bool) -> list:
         return [part(x) for part in parts]
 
     @staticmethod

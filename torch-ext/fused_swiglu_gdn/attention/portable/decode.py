@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from ...fp8.call import BLOCK, MOST, Quantised, padded
-from ...fp8.portable.quantise import making_together, quantise_launch, quantising
+from ...fp8.portable.quantise import making, quantiser
 from ...runtime import device, tuning
 from ...runtime.cache import keep
 from ...runtime.copies import contiguous_like, on_copies
@@ -160,8 +160,8 @@ def prepare_kvcache_attention(call: KvCacheAttention, quantises=False) -> Option
         return on_copies(prepare, call, lambda q, *more: (dense(q), *more))
     make, launches = contiguous_like(q), _Launches(call, quantises)
     if quantises:
-        quantise = quantising(quantise_launch(q.view(B, HQ * D)), q.device, (B, HQ * D))
-        make_codes, scales_of, _ = making_together(q.device, B, HQ * D)
+        quantise = quantiser(q.view(B, HQ * D))
+        make_codes, scales_of = making(q.device, B, HQ * D)
 
     def resized(q, k_cache, v_cache, cache_seqlens, mask):
         split, combine, size = launches.at(k_cache, v_cache, mask)

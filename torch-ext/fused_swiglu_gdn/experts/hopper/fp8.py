@@ -9,10 +9,9 @@ from typing import Callable, NamedTuple, Optional
 
 import torch
 
-from ...fp8.call import BLOCK, Quantise, padded
-from ...fp8.portable.quantise import is_quantised_here, prepare_quantise_fwd
+from ...fp8.call import BLOCK, padded
+from ...fp8.portable.quantise import is_quantised_here, quantise_launch
 from ...runtime import device, tuning
-from ...runtime.call import NoOptions
 from ...runtime.launch import Launch
 from ..call import Fp8Experts
 from ..portable.combine import combine
@@ -119,16 +118,18 @@ def prepare_fp8_experts_fwd(call: Fp8Experts) -> Optional[Callable]:
 
 def _plain(x, K: int, E: int, H: int, I: int) -> Callable:  # noqa: E741
     """(y by places, routing) from all but the weights of the slots."""
-    quantise = prepare_quantise_fwd(Quantise(x, NoOptions()))
+    quantise, P = quantise_launch(x), padded(x.shape[0])
     routing, up, down = _products(x.device, x.shape[0], K, E, H, I)
     few, S = routing.T <= FEW, routing.T * routing.K
     places, pdl = S if few else routing.places, device.overlaps_launches(x.device)
 
     def run(x, w_gate_up, s_gate_up, w_down, s_down, ids):
         routed = routing if few else route(ids, E, routing.height, pdl)
-        codes, scales = quantise(x)
+        codes = x.new_empty((P, H), dtype=torch.float8_e4m3fn)
+        scales = x.new_empty((H // BLOCK, P), dtype=torch.float32)
+        quantise(x, codes, scales)
         z = codes.new_empty((places, I))
-        z_scales = scales.new_empty((I // BLOCK, places))
+        z_scales = z.new_empty((I // BLOCK, places), dtype=torch.float32)
         up(w_gate_up, codes, scales, s_gate_up, ids, routed.buffer, z, z_scales)
         y = x.new_empty((places, H))
         down(z, w_down, z_scales, s_down, ids, routed.buffer, y)

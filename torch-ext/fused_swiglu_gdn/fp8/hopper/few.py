@@ -91,7 +91,7 @@ class Few:
         weights: Tensors,
         w_scales: Tensors,
         plain: Tensors = (None, None, None),  # x in bf16, and weights in bf16
-        added: Optional[torch.Tensor] = None,
+        added: Optional[torch.Tensor] = None,  # where K is cut
         parts: Optional[RawPointer] = None,  # memory for parts of K
     ) -> List[torch.Tensor]:
         if self.e8m0:
@@ -100,7 +100,6 @@ class Few:
         y = self.make()
         if self.make_parts is None:
             self.product(*tensors, y)
-            y = y if added is None else added + y
         else:
             parts = self.make_parts() if parts is None else parts
             self.product(*tensors, parts)
@@ -117,19 +116,31 @@ def _is_apart(where: torch.device, tiles: int) -> bool:
     return tiles < 0.53 * count * -(-tiles // count)
 
 
-def gated(where: torch.device, M: int, K: int, N: int) -> Callable:
-    """A function of (codes, scales, weights, their scales, z, its scales) that writes silu(gate) *
-    up in FP8 to z: by a kernel whose programs make a block of scales each, or, where these are too
-    few, after products by narrower ones."""
-    config = tuning.lookup("hopper_fp8_few_gate", where, M=M, N=N)
+def gate_of_products(product: Callable, launch: Launch, order: int = 1) -> Callable:
+    """The function that gated() returns, by products with gate and up, or with a weight that holds
+    both in this order (1 or -1), and a launch of gate_launch(). biases: of gate and up, or None."""
+
+    def run(codes, scales, weights, w_scales, z, s_z, biases):
+        found = product(codes, scales, weights, w_scales)
+        found = [y if b is None else y.add_(b) for y, b in zip(found, biases)]
+        gate, up = found[0].chunk(2, 1)[::order] if len(found) == 1 else found
+        launch(gate, up, z, s_z)
+
+    return run
+
+
+def gated(where: torch.device, M: int, K: int, N: int, e8m0: bool = False) -> Callable:
+    """A function of (codes, scales, weights, their scales, z, its scales, biases of None) that
+    writes silu(gate) * up in FP8 to z: by a kernel whose programs make a block of scales each, or,
+    where these are too few, after products by narrower ones. e8m0: scales of the weights are."""
     if _is_apart(where, blocks_of(N)):
         # the sums are those of the other kernel
-        product = Few(where, (M,), K, (N, N), whole=True)
-        gate = gate_launch(where, (M, N), (2 * N, 2 * N))
-        return lambda *tensors, z, s_z: gate(*product(*tensors), z, s_z)
-    launch = _gate(where, M, K, N, config)
+        product = Few(where, (M,), K, (N, N), whole=True, e8m0=e8m0)
+        return gate_of_products(product, gate_launch(where, (M, N), (2 * N, 2 * N)))
+    launch = _gate(where, M, K, N, tuning.lookup("hopper_fp8_few_gate", where, M=M, N=N))
 
-    def run(codes, scales, weights, w_scales, z, s_z):
+    def run(codes, scales, weights, w_scales, z, s_z, _):
+        w_scales = as_bytes(w_scales) if e8m0 else w_scales
         launch(*weights, codes, scales, *w_scales, z, s_z)
 
     return run

@@ -19,19 +19,17 @@ from ..call import (
     Product,
     Products,
     Quantised,
-    as_bytes,
     blocks_of,
     padded,
 )
 from ..portable.quantise import (
     behind,
-    gate_of,
+    gate_launch,
     is_quantised_here,
-    making_together,
-    quantise_launch,
-    quantising,
+    making,
+    quantiser,
 )
-from .few import Few, gated
+from .few import Few, gate_of_products, gated
 from .multiply import prepare_multiply_fwd
 
 
@@ -73,13 +71,12 @@ def _of_many(lead: tuple, weights: Sequence, scales: Sequence) -> Optional[Calla
     if None in multiply:
         return None
 
-    def run(codes, s_x, weights, scales, plain=None, added=None) -> List[torch.Tensor]:
+    def run(codes, s_x, weights, scales, plain=None) -> List[torch.Tensor]:
         x = Quantised(codes, s_x)
         # no views: of the rows of zeros behind the tokens nothing is seen
-        found = [
+        return [
             by(w, s, x).resize_((*lead, w.shape[0])) for by, w, s in zip(multiply, weights, scales)
         ]
-        return found if added is None else [added + found[0]]
 
     return run
 
@@ -90,9 +87,7 @@ def _quantiser(x: Optional[torch.Tensor], M: int, K: int) -> Optional[Callable]:
     if rows is None:
         made = None if x is None else _quantiser(x.contiguous(), M, K)
         return made and (lambda x: made(x.contiguous()))
-    if rows.shape != (M, K) or not is_quantised_here(rows):
-        return None
-    return quantising(quantise_launch(rows), x.device, rows.shape)
+    return quantiser(rows) if rows.shape == (M, K) and is_quantised_here(rows) else None
 
 
 def prepare_products_fwd(call: Products) -> Optional[Callable]:
@@ -116,8 +111,7 @@ def prepare_products_fwd(call: Products) -> Optional[Callable]:
         x, codes, scales, p0, p1 = tensors[2 * MAX_WEIGHTS :]
         if codes is None:
             codes, scales = quantise(x)
-        elif scales is None:
-            scales = scales_of(codes)
+        scales = scales_of(codes) if scales is None else scales
         plain = (None, None, None) if p0 is None else (x, p0, p0 if p1 is None else p1)
         return product(codes, scales, tensors[:count], tensors[MAX_WEIGHTS:last], plain)
 
@@ -141,58 +135,47 @@ def prepare_mlp_fwd(call: Mlp) -> Optional[Callable]:
     w_gate, w_up, w_down, s_gate, s_up, s_down, *biases, x, codes, _, residual, options = call
     if w_gate.ndim != 2 or w_down.ndim != 2:
         return None
-    (lead, gate_first), K, (H, N) = options, w_gate.shape[1], w_down.shape
-    M, both, order = math.prod(lead), w_up is None, 1 if gate_first else -1
-    rows, wide = 2 * N if both else N, E8M0 in [s.dtype for s in (s_gate, s_up) if s is not None]
+    (lead, gate_first), K, (H, N), where = options, w_gate.shape[1], w_down.shape, w_gate.device
+    M, both = math.prod(lead), w_up is None
     alike = residual is None or residual.shape == (*lead, H) and residual.is_contiguous()
-    if w_gate.shape != (rows, K) or not both and w_up.shape != (N, K) or N % ROWS or not alike:
+    shape = (2 * N if both else N, K)
+    if w_gate.shape != shape or not both and w_up.shape != shape or N % ROWS or not alike:
         return None
     quantise = _quantiser(x, M, K) if codes is None else None
     down = _product(lead, N, (w_down,), (s_down,))
-    scales_of = behind(w_gate.device, padded(M) * K)
     weights, scales = ((w_gate,), (s_gate,)) if both else ((w_gate, w_up), (s_gate, s_up))
     product = _product((M,), K, weights, scales)
     if down is None or product is None or quantise is None and codes is None:
         return None
     apart = not both or N % BLOCK == 0  # a block of scales is of gate or of up
-    if M <= MOST and apart and not any([b is not None for b in biases]):
-        gate = gated(w_gate.device, M, K, N)
-        make, z_scales, parts_of = making_together(w_gate.device, M, N, down.floats)
-
-        def few(w_gate, w_up, w_down, s_gate, s_up, s_down, b0, b1, b2, x, codes, s_x, residual):
-            if codes is None:
-                codes, s_x = quantise(x)
-            elif s_x is None:
-                s_x = scales_of(codes)
-            if both:
-                weights, scales = w_gate.chunk(2)[::order], s_gate.chunk(2)[::order]
-            else:
-                weights, scales = (w_gate, w_up), (s_gate, s_up)
-            z = make()
-            s_z, parts = z_scales(z), parts_of(z) if down.floats else None
-            gate(codes, s_x, weights, as_bytes(scales) if wide else scales, z=z, s_z=s_z)
-            return down(z, s_z, (w_down,), (s_down,), added=residual, parts=parts)[0]
-
-        # a residual that torch adds would be added too soon
-        few.together = residual is None or down.floats > 0
-        return few
-    stride = 2 * N if both or M <= MOST else N
-    gate = gate_of(w_gate.device, (M, N), (stride, stride))
+    biased, order = any([b is not None for b in biases]), 1 if gate_first else -1
+    few = M <= MOST and apart and not biased
+    if few:
+        gate = gated(where, M, K, N, E8M0 in [s.dtype for s in scales])
+    else:
+        stride = 2 * N if both or M <= MOST else N
+        gate = gate_of_products(product, gate_launch(where, (M, N), (stride, stride)), order)
+    floats = getattr(down, "floats", 0)
+    adds = floats > 0 and biases[2] is None  # the residual, in the launch that adds parts of K
+    make, z_scales = making(where, M, N, floats)
+    scales_of, parts_of = (behind(where, padded(M) * n) for n in (K, N + 4 * blocks_of(N)))
 
     def run(w_gate, w_up, w_down, s_gate, s_up, s_down, b_gate, b_up, b_down, x, codes, s_x, added):
         if codes is None:
             codes, s_x = quantise(x)
-        elif s_x is None:
-            s_x = scales_of(codes)
-        if both:
-            (g,) = product(codes, s_x, (w_gate,), (s_gate,))
-            g, u = (g if b_gate is None else g.add_(b_gate)).chunk(2, 1)[::order]
-        else:
-            g, u = product(codes, s_x, (w_gate, w_up), (s_gate, s_up))
-            g = g if b_gate is None else g.add_(b_gate)
-            u = u if b_up is None else u.add_(b_up)
-        (y,) = down(*gate(g, u), (w_down,), (s_down,))
+        s_x = scales_of(codes) if s_x is None else s_x
+        weights, scales = (w_gate, w_up), (s_gate, s_up)
+        if few and both:
+            weights, scales = w_gate.chunk(2)[::order], s_gate.chunk(2)[::order]
+        elif both:
+            weights, scales = (w_gate,), (s_gate,)
+        z = make()
+        s_z = z_scales(z)
+        gate(codes, s_x, weights, scales, z, s_z, (b_gate, b_up))
+        more = {"added": added, "parts": parts_of(z)} if adds else {}
+        (y,) = down(z, s_z, (w_down,), (s_down,), **more)
         y = y if b_down is None else y.add_(b_down)
-        return y if added is None else added + y
+        return y if adds or added is None else added + y
 
+    run.together = few and (adds or residual is None)  # else torch would add too soon
     return run

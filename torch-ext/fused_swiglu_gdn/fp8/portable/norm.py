@@ -14,7 +14,7 @@ from ...runtime import device
 from ...runtime.launch import Launch
 from ...runtime.sizes import next_power_of_2
 from ..call import BLOCK, MOST, NormQuantise, Quantised, blocks_of, padded
-from .quantise import is_quantised_here, making, making_together, store_codes
+from .quantise import is_quantised_here, making, store_codes
 
 _BLOCK = tl.constexpr(BLOCK)
 WIDEST = 16384  # columns, which a program holds
@@ -88,21 +88,14 @@ def prepare_norm_quantise_fwd(call: NormQuantise) -> Optional[Callable]:
         _norm_quantise_kernel, P, where, numbers=(M, P, eps, offset),
         constexprs=(D, casting_mode == "llama", groups, pdl), options=options, guarded=True,
     )  # fmt: skip
-    make_codes, make_scales = making(where, M, D)
-    make, scales_of, _ = making_together(where, M, D)
-
-    def few(x, weight, residual) -> tuple:
-        y = torch.empty_like(x)
-        total = None if residual is None else torch.empty_like(x)
-        codes = make()
-        kernel(x, weight, residual, y, total, codes, scales_of(codes))
-        return y, total, Quantised(codes, None)
+    (make, scales_of), few = making(where, M, D), M <= MOST
 
     def run(x, weight, residual) -> tuple:
         y = torch.empty_like(x)
         total = None if residual is None else torch.empty_like(x)
-        codes, scales = make_codes(), make_scales()
+        codes = make()
+        scales = scales_of(codes)
         kernel(x, weight, residual, y, total, codes, scales)
-        return y, total, Quantised(codes, scales)
+        return y, total, Quantised(codes, None if few else scales)
 
-    return few if M <= MOST else run
+    return run

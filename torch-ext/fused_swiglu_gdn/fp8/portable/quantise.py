@@ -7,7 +7,7 @@ Sizes: M tokens, P of them with padding, K or N columns.
 """
 
 import functools
-from typing import Callable, Optional, Tuple
+from typing import Callable
 
 import torch
 import triton
@@ -16,18 +16,8 @@ import triton.language as tl
 from ...runtime import device
 from ...runtime.launch import Launch
 from ...runtime.maps import RawPointer
-from ...runtime.sizes import next_power_of_2
-from ..call import (
-    BLOCK,
-    INVERSE,
-    LEAST,
-    ROWS,
-    Quantise,
-    Quantised,
-    SiluMulQuantise,
-    blocks_of,
-    padded,
-)
+from ...runtime.sizes import cdiv, next_power_of_2
+from ..call import BLOCK, INVERSE, LEAST, MOST, ROWS, Quantised, blocks_of, padded
 
 _BLOCK, _LEAST, _INVERSE = tl.constexpr(BLOCK), tl.constexpr(LEAST), tl.constexpr(INVERSE)
 
@@ -141,26 +131,30 @@ def quantise_launch(rows: torch.Tensor) -> Launch:
     return launch_of(_quantise_kernel, 32, (rows.stride(0),), rows.device, rows.shape)
 
 
-def making(where: torch.device, tokens: int, columns: int) -> Tuple[Callable, Callable]:
-    """Functions that make codes and scales of tokens, which are to be written."""
+def gate_launch(where: torch.device, shape: tuple, strides: tuple) -> Launch:
+    """A launch of (gate, up, codes, scales), of silu(gate) * up for values of this shape with these
+    strides of rows."""
+    return launch_of(_silu_mul_quantise_kernel, 8, strides, where, shape)
+
+
+def making(where: torch.device, tokens: int, columns: int, floats: int = 0) -> tuple:
+    """A function that makes codes of tokens, which are to be written, and one that gives their
+    scales, as kernels take them.
+
+    Scales of up to MOST tokens are behind the codes, in the same memory, and behind them `floats`
+    of fp32: an allocation takes the host 2 us. Those of more are a tensor of their own, as torch's
+    product takes them.
+    """
     P, blocks = padded(tokens), blocks_of(columns)
-    empty = functools.partial(torch.empty_strided, device=where)  # torch.empty is slower by half
-    return (
-        functools.partial(empty, (P, columns), (columns, 1), dtype=torch.float8_e4m3fn),
-        functools.partial(empty, (P, blocks), (1, P), dtype=torch.float32),
-    )
-
-
-def making_together(where: torch.device, tokens: int, columns: int, floats: int = 0) -> tuple:
-    """A function that makes codes of tokens, with room behind them in the same memory for their
-    scales and `floats` of fp32, and functions of the codes that give both."""
-    P = padded(tokens)
-    scales, rest = P * columns, P * (columns + 4 * blocks_of(columns))
-    rows = -(-(rest + 4 * floats) // columns)
-    make = functools.partial(
-        torch.empty_strided, (rows, columns), (columns, 1), dtype=torch.float8_e4m3fn, device=where
-    )
-    return make, behind(where, scales), behind(where, rest)
+    fp8 = {"dtype": torch.float8_e4m3fn, "device": where}
+    empty = torch.empty_strided  # torch.empty is slower by half
+    if tokens > MOST:
+        shape, fp32 = (P, blocks), {"dtype": torch.float32, "device": where}
+        make = functools.partial(empty, (P, columns), (columns, 1), **fp8)
+        return make, lambda codes: empty(shape, (1, P), **fp32)
+    rows = P + cdiv(4 * (P * blocks + floats), columns)
+    make = functools.partial(empty, (rows, columns), (columns, 1), **fp8)
+    return make, behind(where, P * columns)
 
 
 def behind(where: torch.device, end: int) -> Callable:
@@ -174,37 +168,17 @@ def behind(where: torch.device, end: int) -> Callable:
 
 def quantising(launch: Launch, where: torch.device, shape: tuple) -> Callable:
     """A function of the tensors before codes and scales of a launch, which returns these."""
-    make_codes, make_scales = making(where, *shape)
+    (make, scales_of), few = making(where, *shape), shape[0] <= MOST
 
     def run(*tensors: torch.Tensor) -> Quantised:
-        codes, scales = make_codes(), make_scales()
+        codes = make()
+        scales = scales_of(codes)
         launch(*tensors, codes, scales)
-        return Quantised(codes, scales)
+        return Quantised(codes, None if few else scales)
 
     return run
 
 
-def prepare_quantise_fwd(call: Quantise) -> Optional[Callable]:
-    """x -> x in FP8."""
-    x = call.x
-    if not is_quantised_here(x):
-        return None
+def quantiser(x: torch.Tensor) -> Callable:
+    """x -> x in FP8, for values like x [M, K] that is_quantised_here()."""
     return quantising(quantise_launch(x), x.device, x.shape)
-
-
-def prepare_silu_mul_quantise_fwd(call: SiluMulQuantise) -> Optional[Callable]:
-    """(gate, up) -> silu(gate) * up in FP8."""
-    gate, up, _ = call
-    if gate.shape != up.shape or not is_quantised_here(gate) or not is_quantised_here(up):
-        return None
-    return gate_of(gate.device, gate.shape, (gate.stride(0), up.stride(0)))
-
-
-def gate_of(where: torch.device, shape: tuple, strides: tuple) -> Callable:
-    """(gate, up) -> silu(gate) * up in FP8, for values of these shapes and strides of rows."""
-    return quantising(gate_launch(where, shape, strides), where, shape)
-
-
-def gate_launch(where: torch.device, shape: tuple, strides: tuple) -> Launch:
-    """A launch of (gate, up, codes, scales)."""
-    return launch_of(_silu_mul_quantise_kernel, 8, strides, where, shape)

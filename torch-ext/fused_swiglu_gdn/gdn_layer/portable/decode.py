@@ -14,7 +14,7 @@ from typing import Callable, Optional
 import torch
 
 from ...fp8.call import BLOCK, MOST, Quantised, padded
-from ...fp8.portable.quantise import making_together
+from ...fp8.portable.quantise import making
 from ...gdn.portable.recurrent_step import is_dense, step_config
 from ...runtime import device
 from ...runtime.dtypes import served
@@ -123,4 +123,4 @@ def prepare_gdn_layer_decode_quantise(call: LayerDecode) -> Optional[Callable]:
         return None
     if not device.has_e4m3(call.device) or not _supports(call):
         return None
-    return _step(call, *making_together(call.device, B, call.state.shape[1] * V)[:2])
+    return _step(call, *making(call.device, B, call.state.shape[1] * V))

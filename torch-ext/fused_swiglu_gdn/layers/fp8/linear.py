@@ -1,4 +1,6 @@
-"""transformers' FP8Linear: x in e4m3 by one launch, the product by another.
+"""transformers' FP8Linear, alone and in fewer launches: several of one tensor, whole MLPs, and
+output projections whose input attention over a cache, its gate, or the gated norm of Gated DeltaNet
+quantises in its own launch.
 
 A scale stands for 128 columns of x and 128 x 128 values of the weight. x is quantised once for
 modules that are asked together, as an attention module's queries, keys and values, and in every
@@ -12,34 +14,12 @@ from typing import Callable, Dict, List, Optional, Sequence, Tuple
 import torch
 from torch import nn
 
-from ...fp8.call import MAX_PLAIN, MOST, Quantised
-from ...fp8.ops import DEQUANTISE, MULTIPLY, products
+from ...attention.ops_fp8 import ATTENTION_QUANTISE, GATE_QUANTISE
+from ...fp8.call import BLOCK, MAX_PLAIN, MOST
+from ...fp8.ops import DEQUANTISE, MLP, Weight, multiplies, products
 from ...fp8.reference import dequantise_fwd
 from ..plain import parameters_of
-from .given import taken
-from .weights import FORMS, Fp8Form, Weight, takes, weights_of
-
-
-def multiplied(
-    lead: tuple,
-    weights: Sequence[Weight],
-    x: torch.Tensor,
-    codes: Optional[Quantised] = None,
-    plain: tuple = (),
-) -> Optional[List[torch.Tensor]]:
-    """Products of FP8Linears with x [*lead, K], or with codes of x; then those with weights in
-    bf16. None where nothing computes them. The weights say that they need a gradient, and get
-    none."""
-    if torch.is_grad_enabled():
-        with torch.no_grad():
-            return multiplied(lead, weights, x, codes, plain)
-    tensors, scales, biases = zip(*weights)
-    found = products(lead, tensors, scales, x, codes, plain)
-    if found is not None:
-        for bias, y in zip(biases, found):
-            if bias is not None:
-                y.add_(bias)
-    return found
+from .weights import FORMS, Fp8Form, given, taken, takes, weights_of
 
 
 class _Learned(torch.autograd.Function):
@@ -72,13 +52,13 @@ def forward_of(form: Fp8Form) -> Callable:
     def forward(self, input):
         found = None
         if takes(input):
-            (weight,) = weights_of((self,), input, called=True)
-            if weight is not None:
-                found = multiplied(input.shape[:-1], (weight,), input)
+            weights = weights_of((self,), input, called=True)
+            if weights[0] is not None:
+                found = products(input.shape[:-1], weights, input)
         if found is None:
             return own(self, input)
         if input.requires_grad and torch.is_grad_enabled():
-            return _Learned.apply(input, *found, *weight[:2])
+            return _Learned.apply(input, *found, *weights[0][:2])
         return found[0]
 
     forward.__wrapped__ = own
@@ -98,13 +78,12 @@ def scaled(
 
 
 def project(
-    x: torch.Tensor, linears: Sequence[nn.Module], unpatched: bool = False
+    x: torch.Tensor, linears: Sequence[nn.Module], eager: bool = False
 ) -> Optional[List[Optional[torch.Tensor]]]:
     """linear(x) of the FP8Linears, x quantised once for all, and of others beside them that the
-    same launch takes, None of others yet; None if none is a product alone.
-    unpatched: the caller knows that torch_unpatched."""
+    same launch takes, None of others yet; None if none is a product alone. eager: as in takes()."""
     # first, for torch.compile traces no isdisjoint
-    if not takes(x, MULTIPLY, unpatched) or FORMS.keys().isdisjoint(map(type, linears)):
+    if not takes(x, eager=eager) or FORMS.keys().isdisjoint(map(type, linears)):
         return None
     weights = weights_of(linears, x)
     known = weights if None not in weights else [w for w in weights if w is not None]
@@ -112,9 +91,7 @@ def project(
         return None
     M, count = x.numel() // x.shape[-1], len(linears)
     beside = _beside(x, linears) if len(known) < count and 1 < M <= MOST else {}
-    it = taken(x)
-    codes = None if it is None else it.codes
-    found = multiplied(x.shape[:-1], known, x, codes, tuple(beside.values()))
+    found = products(x.shape[:-1], known, x, taken(x)[0], tuple(beside.values()))
     if found is None or len(known) == count:
         return found
     made, others = iter(found), dict(zip(beside, found[len(known) :]))
@@ -138,3 +115,74 @@ def _beside(x: torch.Tensor, linears: Sequence[nn.Module]) -> Dict[int, torch.Te
         if bias is not None or learns and (weight.requires_grad or x.requires_grad):
             return {}
     return {i: weight for i, (weight, _) in zip(places, found)}
+
+
+def mlp(
+    x: torch.Tensor, gate: nn.Module, up: Optional[nn.Module], down: nn.Module, gate_first: bool
+) -> Optional[torch.Tensor]:
+    """down(silu(gate(x)) * up(x)) of FP8Linears in eager mode, in five launches or less; None where
+    it is not. The caller knows that torch is unpatched.
+
+    up=None: gate makes both, one half each.
+    """
+    if type(gate) not in FORMS or not takes(x, eager=True):
+        return None
+    found = weights_of((gate, down) if up is None else (gate, up, down), x)
+    if None in found:
+        return None
+    if up is None:
+        found.insert(1, (None, None, None))
+    codes, residual = taken(x)
+    weights, scales, biases = zip(*found)
+    tensors = (*weights, *scales, *biases, x, *(codes or (None, None)), residual)
+    options = x.shape[:-1], gate_first
+    if torch.is_grad_enabled():  # the weights say that they need one, and get none
+        with torch.no_grad():
+            y = MLP(tensors, options)
+    else:
+        y = MLP(tensors, options)
+    given.added = y is not None and residual is not None
+    return y
+
+
+# -- output projections
+
+
+def weight_of_out(
+    linear: nn.Module, x: torch.Tensor, K: int, eager: bool = False
+) -> Optional[Weight]:
+    """Returns what calling the FP8Linear multiplies K columns of x's tokens by, if it does no more,
+    no gradient can be asked for, and the product of these tokens is known to be computed. x [B, T,
+    ...]; eager: as in takes()."""
+    if type(linear) not in FORMS or torch.is_grad_enabled():
+        return None
+    if not takes(x, eager=eager) or K % BLOCK:
+        return None
+    (found,) = weights_of((linear,), x)
+    if found is None or found[0].shape[1] != K:
+        return None
+    return found if multiplies(*found[:2], x.shape[0] * x.shape[1]) else None
+
+
+def gated(out: torch.Tensor, gate: torch.Tensor, linear: nn.Module) -> Optional[torch.Tensor]:
+    """linear(out * sigmoid(gate)) of heads [B, T, HQ, D], [B, T, N]; None where the parts are to be
+    called."""
+    if out.ndim != 4 or out.shape != gate.shape:
+        return None
+    B, T, HQ, D = out.shape
+    weight = weight_of_out(linear, out, HQ * D, True)
+    codes = None if weight is None else GATE_QUANTISE((out, gate))
+    return None if codes is None else products((B, T), (weight,), None, codes)[0]
+
+
+def attended(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, length, mask, scale, linear: nn.Module
+) -> Optional[tuple]:
+    """(linear() of attention_with_kvcache's result [B, 1, N], None): without weights of attention.
+    None where the parts are to be called."""
+    B, T, HQ, D = q.shape
+    if T > 1 or D != BLOCK:
+        return None
+    weight = weight_of_out(linear, q, HQ * D, True)
+    codes = None if weight is None else ATTENTION_QUANTISE((q, k, v, length, mask), (scale,))
+    return None if codes is None else (products((B, T), (weight,), None, codes)[0], None)
