@@ -151,10 +151,14 @@ def test_names_that_the_loop_uses():
     assert not choosing.hands_on(mixin._beam_search)
 
 
-def test_another_multinomial(monkeypatch):
-    choosing.draws_alike.cache_clear()
-    monkeypatch.setattr(torch, "multinomial", lambda p, n, generator: p.argmax(-1, keepdim=True))
-    assert not choosing.draws_alike(torch.device("cpu"))
-    choosing.draws_alike.cache_clear()
-    monkeypatch.undo()
-    assert choosing.draws_alike(torch.device("cpu"))
+@on_every_device
+def test_multinomial_draws_as_a_graph_does(device):
+    """The same tokens of the same numbers, and the same state of the generator after them."""
+    p = torch.rand(3, 1000, device=device, generator=torch.Generator(device).manual_seed(1))
+    p = p.softmax(-1)
+    one, two = (torch.Generator(device).manual_seed(2) for _ in range(2))
+    for _ in range(3):
+        q = torch.empty_like(p).exponential_(generator=two)
+        tokens = torch.multinomial(p, 1, generator=one)[:, 0]
+        assert torch.equal(tokens, (p / q).argmax(-1))
+    assert torch.equal(one.get_state(), two.get_state())

@@ -83,7 +83,7 @@ class Assistant(Drafter):
         self.model, self.name, self.count = assistant, name, count
         self.choice = RowChoice(Choice([], False), ids)
         self.ids: List[int] = []
-        self.behind = 0  # length of the text behind which the latest drafts are
+        self.behind = ids.shape[1]  # length of the text behind which the latest drafts are
         self.reads = count * Weights(assistant).read()
 
     def add(self, token: int) -> None:
@@ -100,8 +100,7 @@ class Assistant(Drafter):
         self.lengths = lengths_of(self.cache.layers)
         self.states = [x[0] for y in linear for x in (y.recurrent_states, y.conv_states)]
         self.copies = [x.new_zeros(self.count + 1, *x.shape) for x in self.states]
-        for copy, x in zip(self.copies, self.states):
-            copy[0] = x
+        self._keep(0)
         self.firsts = (1, 1) if self.states else (2,)  # tokens of calls until the first draft
         self.made = {T: self._following(T, P) for T in {*self.firsts, 1}}
         self._set(P)
@@ -125,13 +124,6 @@ class Assistant(Drafter):
             length.fill_(tokens)
         set_count(self.cache, tokens)  # which must only not reach the end of a window
 
-    def read(self, ids: torch.Tensor, token: torch.Tensor, hidden: Any) -> None:
-        """Behind the prompt ids [1, P] the model has chosen token [1]."""
-        self.behind = ids.shape[1]
-
-    def alone(self, token: torch.Tensor, hidden: Any, before: torch.Tensor) -> None:
-        pass
-
     @torch.no_grad()
     def drafts(self) -> torch.Tensor:
         """The drafts [count] behind the text, whose latest tokens may not have been read."""
@@ -142,18 +134,12 @@ class Assistant(Drafter):
             ids = self.reader.ids.new_tensor([self.ids[start:end]])
             inputs = self.reader.inputs(ids, self.ids[:start])
             self.model(**{**inputs, IDS: ids, self.name: self.cache})
-            for copy, x in zip(self.copies, self.states):
-                copy[0] = x
+            self._keep(0)
         pair = self.reader.ids.new_tensor(self.ids[-2:])
         return self._chain(pair, self.lengths[0].clone())
 
     @torch.no_grad()
     def after(self, read, tokens, hidden, right, before) -> torch.Tensor:
-        """The last token that counts, and the drafts behind it [1 + count].
-
-        tokens [T] were chosen behind each of read [T], the first `right` [] of them count; before
-        []: the tokens in the model's cache before those T.
-        """
         last = right.reshape(1) - 1
         pair = torch.cat([read.index_select(0, last), tokens.index_select(0, last)])
         length = before + right - 1
@@ -161,6 +147,11 @@ class Assistant(Drafter):
             each.copy_(length)
         self._back(last)
         return torch.cat([pair[1:], self._chain(pair, length)])
+
+    def _keep(self, place: int) -> None:
+        """Copies the states to a place."""
+        for copy, x in zip(self.copies, self.states):
+            copy[place] = x
 
     def _back(self, place: Any) -> None:
         """Puts back the states of a place, a number or a tensor [1]."""
@@ -176,8 +167,7 @@ class Assistant(Drafter):
             inputs = {**self.made[len(ids)].now(length), IDS: ids[None], self.name: self.cache}
             logits = self.model(**inputs).logits[:, -1]
             length = length + len(ids)
-            for copy, x in zip(self.copies, self.states):
-                copy[place] = x
+            self._keep(place)
             place += 1
             if not calls:
                 found.append(self.choice.choose(logits, ids[-1:], 0)[0])

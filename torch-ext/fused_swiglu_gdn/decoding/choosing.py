@@ -10,7 +10,6 @@ transformers' loop gets a `Token` in the place of logits. It runs with functions
 (`argmax`, `multinomial`, `softmax`) that hand a Token on and are torch's for any other value.
 """
 
-import functools
 import math
 from typing import Any, Optional
 
@@ -88,27 +87,10 @@ def hands_on(loop: Any) -> bool:
     )
 
 
-@functools.lru_cache(maxsize=16)
-def draws_alike(device: torch.device) -> bool:
-    """True if torch.multinomial draws on the device as a graph does: the same tokens of the same
-    numbers, and the same state of the generator after them."""
-    p = torch.rand(3, 1000, device=device, generator=torch.Generator(device).manual_seed(1))
-    p = p.softmax(-1)
-    one, two = (torch.Generator(device).manual_seed(2) for _ in range(2))
-    for _ in range(3):
-        q = torch.empty_like(p).exponential_(generator=two)
-        tokens = torch.multinomial(p, 1, generator=one)[:, 0]
-        if not torch.equal(tokens, (p / q).argmax(-1)):
-            return False
-    return torch.equal(one.get_state(), two.get_state())
-
-
-def choice_of(processors: list, draws: bool, device: torch.device) -> Optional["Choice"]:
+def choice_of(processors: list, draws: bool) -> Optional["Choice"]:
     """The choice of a call of generate, if a graph can make it; else None."""
     names = [type(each).__name__ for each in processors]
     if not set(names) <= {*FREE, PENALTY, *LEAST} or names.count(PENALTY) > 1:
-        return None
-    if draws and not draws_alike(device):
         return None
     return Choice(processors, bool(draws))
 

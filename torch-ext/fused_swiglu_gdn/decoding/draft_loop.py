@@ -18,7 +18,6 @@ from .caches import (
     CACHE_NAMES,
     CACHES,
     cache_among,
-    is_empty,
     linear_layers,
     set_count,
     slides,
@@ -27,7 +26,7 @@ from .caches import (
 )  # fmt: skip
 from .capture import Graph
 from .choosing import choice_of
-from .graph_rules import PREPARE, why_not_model, why_not_now
+from .graph_rules import why_not_model, why_not_now
 from .graphs import decoding_of
 from .late import EOS, LENGTH, UTILS, Draws
 from .lookup import MOST, Drafter, Lookup, NotServed, Pace, Weights
@@ -35,7 +34,7 @@ from .mtp import Mtp, MtpRounds
 from .reading import Reader, last_hidden
 from .rounds import Round, RowChoice
 from .rows import TakesBack, keeping, with_rows
-from .static_cache import TooLong, with_static_cache
+from .static_cache import TooLong, is_its_own, with_static_cache
 
 # arguments of the loop of assisted decoding that are not the model's
 HELPERS = ("inputs_tensor", "assistant_model", "assistant_tokenizer", "tokenizer")
@@ -52,7 +51,7 @@ def drafted(
     """
     config, around = generation_config, {name: given.pop(name, None) for name in LOOPS}
     check_loop(model, input_ids, config, around)
-    choice = choice_of(logits_processor, config.do_sample, input_ids.device)
+    choice = choice_of(logits_processor, config.do_sample)
     if choice is None:
         raise NotServed("a LogitsProcessor cannot be in a graph")
     choice = RowChoice(choice, input_ids)
@@ -119,14 +118,7 @@ def with_slots(model: nn.Module, ids: torch.Tensor, config: Any, given: dict, co
         if found is given:
             raise NotServed("a static cache would not pay")
         made = found[name]
-    elif (
-        asked != "static"
-        or why_not_cache(cache) is not None
-        or not is_empty(cache)
-        or getattr(cache, "_is_user_defined", False)
-        or PREPARE in model.__dict__
-        or given.get("inputs_embeds") is not None
-    ):
+    elif asked != "static" or why_not_cache(cache) or not is_its_own(model, cache, given):
         raise NotServed("the cache is the caller's, or not static")
     else:
         made = sys.modules[CACHES].StaticCache(config=model.config, max_cache_len=slots + count)

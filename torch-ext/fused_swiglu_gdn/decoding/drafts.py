@@ -67,8 +67,10 @@ def assisted(view: nn.Module, model: nn.Module, ids, *args, **given):
 
 def generator(view: nn.Module, own: type, *args, **given):
     """The candidate generator of a view, in the place of that of the model's class."""
-    if type(given.get("assistant_model")) is Mtp:
-        return MtpDrafts(view.viewed, given["assistant_model"])
+    mtp = given.get("assistant_model")
+    if type(mtp) is Mtp:
+        slots = given["generation_config"].max_length + 2 * mtp.count
+        return MtpDrafts(view.viewed, mtp, slots)
     found = getattr(own, GENERATOR)(view, *args, **given)
     return Few(found) if is_stateful(view.viewed) else found
 

@@ -106,7 +106,7 @@ def sample(
     late = Late(decoding, criteria, bool(generation_config.do_sample))
     shown = generation_config.output_scores or generation_config.output_logits
     if hands_on(loop) and not (shown and generation_config.return_dict_in_generate):
-        late.choice = choice_of(logits_processor, generation_config.do_sample, input_ids.device)
+        late.choice = choice_of(logits_processor, generation_config.do_sample)
     loop = _with(loop, late)
     given["stopping_criteria"] = criteria
     given["logits_processor"] = late.choice or logits_processor

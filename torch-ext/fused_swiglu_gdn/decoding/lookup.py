@@ -2,7 +2,7 @@
 pace."""
 
 import statistics
-from typing import Dict, List, Sequence, Tuple, Union
+from typing import Any, Dict, List, Sequence, Tuple, Union
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ class Drafter:
     reads_hidden = False  # the model's states behind its last norm
 
     def begin(self) -> None:
-        """Reads the prompt, where it has to."""
+        """Before the model reads the prompt."""
 
     def add(self, token: int) -> None:
         """A token of the text, from its first on."""
@@ -34,6 +34,22 @@ class Drafter:
 
     def verified(self, right: int) -> None:
         """The latest drafts were read by a round, which has added `right` tokens."""
+
+    # of one that drafts in the graph, where `before` [] tokens are in the model's cache
+
+    def read(self, ids: torch.Tensor, token: torch.Tensor, hidden: Any) -> None:
+        """The model has read ids [1, T], with hidden states [1, T, H], and chosen token [1]."""
+
+    def alone(self, token: torch.Tensor, hidden: Any, before: torch.Tensor) -> None:
+        """token [1] was chosen behind the one that follows those before, without a round."""
+
+    def after(self, read, tokens, hidden, right, before) -> torch.Tensor:
+        """The last token that counts, and the drafts behind it [1 + count].
+
+        tokens [T] were chosen behind each of read [T], with hidden states [1, T, H]; the first
+        `right` [] of them count. before: without those T.
+        """
+        raise NotImplementedError
 
 
 class Lookup(Drafter):

@@ -15,7 +15,7 @@ this one.
 import contextlib
 import copy
 import sys
-from typing import List, Optional
+from typing import Optional
 
 import torch
 from torch import nn
@@ -68,8 +68,8 @@ class Mtp(nn.Module):
     def forward(self, model, ids, hidden, positions, cache, mask=None, tables=None) -> torch.Tensor:
         """Hidden states [B, n, H] behind `hidden` [B, n, H] of tokens p and `ids` [B, n] of p + 1.
 
-        positions [B, n]: p + 1. cache: of this layer, or None. mask [1, 1, n, slots] of a static
-        cache; one that grows needs none. tables: of the positions, where they are known.
+        positions [B, n]: p + 1. cache: a static one of this layer, with a mask [1, 1, n, slots];
+        None: the tokens are a whole text. tables: of the positions, where they are known.
         """
         inner = inner_of(model)
         embedded = self.pre_fc_norm_embedding(inner.embed_tokens(ids))
@@ -78,8 +78,8 @@ class Mtp(nn.Module):
         if tables is None:
             tables = tables_of(inner, x, positions)
         if mask is None:
-            n, seen = ids.shape[1], 0 if cache is None else int(cache.get_seq_length())
-            mask = torch.ones(n, seen + n, dtype=torch.bool, device=x.device).tril(seen)[None, None]
+            n = ids.shape[1]
+            mask = torch.ones(n, n, dtype=torch.bool, device=x.device).tril()[None, None]
         x = self.layers[0](
             x, position_embeddings=tables, attention_mask=mask, position_ids=positions,
             **{self.cache_name: cache},
@@ -93,41 +93,6 @@ def tables_of(inner: nn.Module, x: torch.Tensor, positions: torch.Tensor) -> tup
     if hasattr(rotary, "mrope_section"):  # one position for each of three axes
         positions = positions.expand(3, -1, -1)
     return rotary(x, positions)
-
-
-class MtpDrafts:
-    """A candidate generator of transformers' form."""
-
-    requires_model_outputs = True
-    model_kwargs_overrides = {"output_hidden_states": True}
-
-    def __init__(self, model: nn.Module, mtp: Mtp):
-        self.model, self.mtp = model, mtp
-        self.cache = sys.modules[CACHES].DynamicCache(config=mtp.config)
-        self.cache.activate_past_recording()
-        self.fed = 0  # tokens that the layer has read, from the second on
-
-    def update_candidate_strategy(self, *given) -> None:
-        pass
-
-    @torch.no_grad()
-    def get_candidates(self, input_ids, model_outputs=None, is_first_iteration=False, **given):
-        """Returns ids [1, T + count] of ids [1, T], and None in the place of scores."""
-        if is_first_iteration:  # there are no hidden states yet
-            return input_ids, None
-        T = input_ids.shape[1]
-        new = T - 1 - self.fed
-        hidden = model_outputs.hidden_states[-1][:, :new]  # after the final norm
-        ids, positions = input_ids[:, -new:], torch.arange(T - new, T, device=input_ids.device)
-        self.fed = T - 1
-        drafts: List[torch.Tensor] = []
-        for _ in range(self.mtp.count):
-            hidden = self.mtp(self.model, ids, hidden, positions[None], self.cache)[:, -1:]
-            ids, positions = self.model.lm_head(hidden).argmax(-1), positions[-1:] + 1
-            drafts.append(ids)
-        if self.mtp.count > 1:  # entries of drafts are made again, of the model's hidden states
-            self.cache.crop(1 - self.mtp.count)
-        return torch.cat([input_ids, *drafts], 1), None
 
 
 class MtpRounds(Drafter):
@@ -155,7 +120,6 @@ class MtpRounds(Drafter):
 
     @torch.no_grad()
     def read(self, ids: torch.Tensor, token: torch.Tensor, hidden: torch.Tensor) -> None:
-        """Reads a prompt [1, T], of which the model made hidden [1, T, H] and chose token [1]."""
         T = ids.shape[1]
         self.choice = RowChoice(Choice([], False), ids)
         for start in range(0, T - 1, CHUNK):
@@ -165,7 +129,6 @@ class MtpRounds(Drafter):
         self.alone(token, hidden[:, -1:], torch.tensor(T - 1, device=ids.device))
 
     def alone(self, token: torch.Tensor, hidden: torch.Tensor, before: torch.Tensor) -> None:
-        """token [1] was chosen behind the one that follows `before` others, without a round."""
         self.latest = token, hidden, torch.ones((), dtype=torch.int64, device=token.device), before
 
     def drafts(self) -> torch.Tensor:
@@ -174,11 +137,6 @@ class MtpRounds(Drafter):
 
     @torch.no_grad()
     def after(self, read, tokens, hidden, right, before) -> torch.Tensor:
-        """The last token that counts, and the drafts behind it [1 + count].
-
-        tokens [T] were chosen behind each of read [T], with hidden states [1, T, H]; the first
-        `right` [] of them count; `before` []: the tokens in the model's cache before those T.
-        """
         length, T = self.layer.cumulative_length, len(tokens)
         h = self._layer(tokens, hidden, before)
         length.add_(right - T)
@@ -207,3 +165,33 @@ class MtpRounds(Drafter):
         return self.mtp(
             self.model, ids[None], hidden, positions[None], self.cache, mask[None, None], tables
         )
+
+
+class MtpDrafts:
+    """A candidate generator for transformers' assisted decoding. slots: as MtpRounds has them."""
+
+    requires_model_outputs = True
+    model_kwargs_overrides = {"output_hidden_states": True}
+
+    def __init__(self, model: nn.Module, mtp: Mtp, slots: int):
+        self.rounds = MtpRounds(model, mtp, slots)
+        self.read = 0  # tokens that the model has read
+
+    def update_candidate_strategy(self, *given) -> None:
+        pass
+
+    def get_candidates(self, input_ids, model_outputs=None, is_first_iteration=False, **given):
+        """Returns ids [1, T + count] of ids [1, T], and None in the place of scores."""
+        if is_first_iteration:  # there are no hidden states yet
+            return input_ids, None
+        (text,), read, before = input_ids, input_ids.shape[1] - 1, self.read
+        hidden = model_outputs.hidden_states[-1][:, : read - before]  # after the final norm
+        if before:
+            tokens = text[before + 1 :]
+            right, before = torch.tensor([read - before, before], device=text.device)
+            drafts = self.rounds.after(None, tokens, hidden, right, before)[1:]
+        else:
+            self.rounds.read(input_ids[:, :-1], text[-1:], hidden)
+            drafts = self.rounds.drafts()
+        self.read = read
+        return torch.cat([input_ids, drafts[None]], 1), None

@@ -2,9 +2,9 @@
 
 One graph for each number of tokens. It computes the model, the choice, what is kept of the round in
 the cache, and, where a drafter is on the device, the drafts of the next round, so that the host
-reads the tokens and how many of them count, and nothing else. Its positions and masks
-follow from the length of the cache on the device; they were compared with transformers' when the
-graph was captured, and where they differ a round takes transformers'.
+reads the tokens and how many of them count, and nothing else. Its positions and masks follow from
+the length of the cache on the device; where they differ from transformers' at the capture, rounds
+are eager.
 
 Row i of a round chooses what follows its token i. The draft behind that is right if it is what was
 chosen: then row i + 1 has read what it should have. For greedy tokens the text is the one without
@@ -26,7 +26,7 @@ from .capture import Graph
 from .choosing import LEAST, Choice, Choosing
 from .graph_rules import why_not_model, why_not_now
 from .graphs import Replayed, say
-from .inputs import IDS, Following, following, mapped, parts
+from .inputs import IDS, Following, following, mapped
 from .lookup import Drafter
 from .reading import Reader, last_hidden
 from .rows import TakesBack
@@ -106,8 +106,7 @@ class Round(Replayed):
         self.free = deque([Graph.delivery(device, [told]) for _ in range(2)])
         self.sent: deque = deque()  # to the host, and not yet received
         self.before: Optional[tuple] = None  # inputs and length of the first call
-        self.static: Optional[dict] = None  # inputs that the graph does not make
-        self.made: Optional[Following] = None  # what those are made of that it does
+        self.made: Optional[Following] = None  # what the graph makes its inputs of
         # of the latest call; told: the tokens and, of several, how many count; hidden [1, T, H]
         self.tokens = self.told = self.logits = self.scores = self.hidden = None
         self.modes: tuple = ()
@@ -136,18 +135,14 @@ class Round(Replayed):
     def follows(self) -> bool:
         """True if the next call may be launched before the host knows the tokens of this one."""
         known = self.T == 1 or self.drafter is not None  # on the device
-        return known and self.checked and self.static is None and self.replays > 1
-
-    def _inputs(self) -> dict:
-        """transformers' inputs of the call."""
-        return {**self.reader.inputs(self.ids, self.text[:-1]), IDS: self.ids}
+        return known and self.checked and self.replays > 1
 
     def _run(self) -> None:
         if self.graph is not None:
-            if (self.checked or self._holds()) and self._replay():
-                return
+            if self.checked or self._holds():
+                return self._replay()
             self.drop()
-        inputs = self._inputs()
+        inputs = {**self.reader.inputs(self.ids, self.text[:-1]), IDS: self.ids}
         reason = why_not_now(self.device) or self.reason or why_not_model(self.model)
         if reason is not None:
             say(self.model, reason)
@@ -187,16 +182,19 @@ class Round(Replayed):
     def _capture(self, inputs: dict, graph: Graph) -> None:
         before, back = self.before, self.back
         made = following(*before, inputs, back.length)
-        static = None if made is not None else {**mapped(inputs, torch.clone), IDS: self.ids}
+        if made is None:
+            self.reason = "its inputs do not follow from the number of tokens"
+            say(self.model, self.reason)
+            return self._verify(inputs)
 
         def step():
-            self._verify(made.now(back.length) if made else static)
+            self._verify(made.now(back.length))
 
         capture = functools.partial(graph.capture, step)
         self.captured(graph, capture, self.cache, self.model, "its round")
         if self.reason is not None:
             return self._verify(inputs)
-        self.static, self.made, self.modes = static, made, self._modes()
+        self.made, self.modes = made, self._modes()
         self._replay()
 
     def _modes(self) -> tuple:
@@ -205,20 +203,10 @@ class Round(Replayed):
     def _holds(self) -> bool:
         return self.modes == self._modes() and self.holds(self.cache, self.device)
 
-    def _replay(self) -> bool:
-        """Replays the graph; returns False where transformers' inputs have another shape now."""
-        if self.static is not None:
-            new = parts(self._inputs())[0]
-            pairs = [(mine, x) for (_, mine), (_, x) in zip(parts(self.static)[0], new)]
-            if any(mine.shape != x.shape for mine, x in pairs):
-                return False
-            for mine, x in pairs:
-                if mine is not x:
-                    mine.copy_(x)
+    def _replay(self) -> None:
         self.graph.replay()
         self.replays += 1
-        return True
 
     def drop(self) -> None:
         super().drop()
-        self.static = self.made = self.before = None
+        self.before = self.made = None

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .caches import CACHE_NAMES, CACHES, is_of, why_not_cache
+from .caches import CACHES, cache_among, is_empty, is_of, why_not_cache
 from .capture import Graph
 from .graph_rules import PREPARE, why_not_model, why_not_now
 
@@ -44,17 +44,14 @@ def with_static_cache(
     ids [B, T]: of the prompt. config: the GenerationConfig of the call. more: slots behind those of
     the longest text.
     """
-    name = next((name for name in CACHE_NAMES if name in given), None)
-    slots = getattr(config, "max_length", None)
-    if PREPARE in model.__dict__:  # PEFT's, which puts a trained prompt before that of the call
+    (name, cache), slots = cache_among(given), getattr(config, "max_length", None)
+    if not is_of(cache, "DynamicCache") or not is_its_own(model, cache, given):
         return given
-    if name is None or ids.ndim != 2 or type(slots) is not int or not _is_replaceable(given[name]):
+    if ids.ndim != 2 or type(slots) is not int or given.get("use_cache") is False:
         return given
-    slots += more
-    odd = given.get("inputs_embeds") is not None or given.get("use_cache") is False
-    if odd or model.training or any(getattr(config, each, None) for each in ASKED):
+    if model.training or any(getattr(config, each, None) for each in ASKED):
         return given
-    B, T = ids.shape
+    (B, T), slots = ids.shape, slots + more
     new = slots - T
     if new < PAYS or B * T * T > new * PAIRS:
         return given
@@ -70,10 +67,12 @@ def with_static_cache(
     return changed if graphed and why_not_model(model) is None else given
 
 
-def _is_replaceable(cache: Any) -> bool:
-    if not is_of(cache, "DynamicCache") or cache.get_seq_length():
-        return False
-    return not getattr(cache, "_is_user_defined", False) and not getattr(cache, "offloading", False)
+def is_its_own(model: nn.Module, cache: Any, given: dict) -> bool:
+    """True if a cache is empty, made for this call of generate, and of a prompt of ids alone."""
+    held = getattr(cache, "_is_user_defined", False) or getattr(cache, "offloading", False)
+    # PEFT's method puts a trained prompt before that of the call
+    odd = PREPARE in model.__dict__ or given.get("inputs_embeds") is not None
+    return not held and not odd and is_empty(cache)
 
 
 def check_length(cache: Any, tokens: int) -> None:
