@@ -1,4 +1,4 @@
-"""Layers that train by CUDA graphs: what they give is what they gave, on a CPU to the bit.
+"""Layers that train by CUDA graphs: what they give is what they gave, to the bit.
 
 On a CPU graphs are emulated (emulated_graph.py).
 """
@@ -85,26 +85,11 @@ def step(model, ids, optimizer=None, use_cache=False, **more):
     return loss.detach(), found
 
 
-# On a GPU one of six processes of this file gives steps of equal models other bits each time, also
-# where no layer has a graph; gradients in bf16 are then off by up to 4 %. In processes that did
-# nothing else 800 steps had equal bits. Memory that another step has written would change all of a
-# gradient.
-NEAR = 0.1
-
-
 def same(a, b):
-    """(loss, gradients) of two models: to the bit on a CPU."""
-    assert a[1].keys() == b[1].keys() and a[1]
-    most = max([x.float().norm() for x in a[1].values()])
-    for n, x in [("loss", a[0]), *a[1].items()]:
-        assert alike_tensors(x, b[1].get(n, b[0]), most), n
-
-
-def alike_tensors(x, y, most=0.0):
-    if x.device.type == "cpu":
-        return torch.equal(x, y)
-    size = max(x.float().norm(), 0.01 * most)
-    return bool((x.float() - y.float()).norm() <= NEAR * size)
+    """(loss, gradients) of two models."""
+    assert torch.equal(a[0], b[0]) and a[1].keys() == b[1].keys() and a[1]
+    for n, x in a[1].items():
+        assert torch.equal(x, b[1][n]), n
 
 
 def optimizers(*models):
@@ -771,7 +756,7 @@ def test_two_models_and_threads(kernel, graph, device):  # noqa: F811
     def run(i):
         for _ in range(5):
             got = gradients_of(first[1], parameters[1], ids[i])
-            if not all(map(alike_tensors, got, right[i])):
+            if not all(map(torch.equal, got, right[i])):
                 wrong.append(i)
 
     threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]

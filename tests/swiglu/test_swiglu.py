@@ -233,35 +233,66 @@ def test_hopper_declines_what_the_copy_engine_cannot_read():
     assert not served(x[:8], *pair(64, 64))  # few rows
     assert not served(x, *pair(60, 64))  # rows of z off 16 bytes
     assert not served(x[:, :63], *pair(64, 63))  # rows of the weights off 16 bytes
-    assert not served(x[:, 1:57], *pair(64, 56))  # x off 16 bytes
     assert not served(x.float(), *(w.float() for w in pair(64, 64)))
     assert not served(x[:, :0], *pair(64, 0))  # nothing to sum
     w = pair(64, 64)[0]
-    assert not served(x, w, w)  # nothing between gate and up
     assert not served(x, w, pair(64, 64, "interleaved")[1])  # strides differ
 
 
 @compiled
 @pytest.mark.parametrize("grad", [False, True])
-def test_other_addresses_of_a_known_call(kernel, grad):
-    """TMA reads at multiples of 16 bytes alone: elsewhere a call like one before is portable's."""
+@pytest.mark.parametrize("order", [(0, 0, 1, 2, 3, 4, 0), (1, 0), (2, 0), (3, 0), (4, 0)])
+def test_other_addresses_of_a_known_call(kernel, grad, order, monkeypatch):
+    """TMA reads at multiples of 16 bytes alone, and weights less than 2**40 bytes apart: elsewhere
+    a call is portable's, whose bits are the same. Gradients copy such weights: their bits would be
+    others."""
     pytest.importorskip("triton.experimental.gluon")
     recording, device = submodule("runtime.recording"), submodule("runtime.device")
-    spare = torch.empty(128 * 64 + 1).bfloat16()
-    w = [x.requires_grad_(grad) for x in torch.empty(2, 64, 64).bfloat16().unbind()]
+    spare = torch.empty(3 * 128 * 64 + 8).bfloat16()
+    hopper = submodule("swiglu.hopper.forward")
+
+    def at(*places):
+        return [spare[i:][: 64 * 64].view(64, 64) for i in places]
+
+    places = [at(0, 4096), at(0, 4096), at(1, 4097), at(0, 20480), at(0, 0)]
+    gates = ["_gate_fwd_kernel", "_gate_bwd_kernel"]
     with recording.recorded(device.Chip("NVIDIA_H200", (9, 0), 132)) as records:
-        names = []
-        for first in (0, 0, 1, 0):
-            x = spare[first:][: 128 * 64].view(128, 64).detach().requires_grad_(grad)
+        for kind in order:
+            x = spare[kind == 1 :][: 128 * 64].view(128, 64).detach().requires_grad_(grad)
+            w = [x.detach().requires_grad_(grad) for x in places[kind]]
+            monkeypatch.setattr(hopper, "LONGEST", 2**8 if kind == 3 else 2**40)
             z = kernel.fused_swiglu(x, *w)
             if grad:
                 torch.autograd.grad(z, (x, *w), torch.ones_like(z))
-            names.append([record.name for record in records])
+            names = [record.name for record in records]
             records.clear()
-    gates = ["_gate_fwd_kernel", "_gate_bwd_kernel"]
-    assert names[2] == (gates if grad else ["_swiglu_fwd_kernel"])
-    hopper = [*gates, "_swiglu_dx_kernel"] if grad else ["swiglu_fwd_kernel"]
-    assert names[0] == names[1] == names[3] == hopper
+            alone = "swiglu_fwd_kernel" if kind == 0 else "_swiglu_fwd_kernel"
+            assert names == ([*gates, "_swiglu_dx_kernel"] if grad else [alone]), kind
+
+
+@compiled
+def test_strides_between_weights_that_are_far_apart():
+    """127.5 * 2**40 bytes, as the driver places memory after NCCL has begun."""
+    forward, backward = submodule("swiglu.hopper.forward"), submodule("swiglu.hopper.backward")
+
+    class At(int):
+        data_ptr = int.__int__
+
+    far = 0x7F8752F30000
+    for gate, up, most, want in [
+        (512, 1024, 1, 1), (1024, 512, 1, 1), (512, 512, 1, 0), (512, 520, 1, 0), (4, 516, 1, 0),
+        (far, 0x319800000, 128, 128), (0x319800000, far, 128, 128), (far, 0x319800000, 1, 0),
+        (far, 0x319800200, 128, 0), (0, 2**40, 128, 2), (0, 2**40 - 16, 1, 1), (16, 2**41, 128, 0),
+    ]:  # fmt: skip
+        assert forward.strides_between(At(gate), At(up), most) == want, (hex(gate), hex(up))
+    device = submodule("runtime.device")
+    with device.pretending(device.Chip("NVIDIA_H200", (9, 0), 132)):
+        apart, where = (0x319800000 - far) // 2, torch.device("cpu")
+        plan = backward._dx_plan(where, 144, 512, 256, (256, 1), apart, 128)
+        weights = plan.maps[1]
+        assert weights.shape == [129, 512, 256] and weights.strides[1:] == [256, 1]
+        assert weights.strides[0] * 128 == -apart and weights.strides[0] * 2 < 2**40
+        assert plan.numbers[-1] == 128
 
 
 if INTERPRETING:

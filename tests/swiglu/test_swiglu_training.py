@@ -113,3 +113,32 @@ def test_the_mlp_takes_them(kernel, tailed, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(first, again))
     assert all(relative_error(a, b) < 6e-3 for a, b in zip(first, without))
     assert not all(torch.equal(a, b) for a, b in zip(first, without))
+
+
+@pytest.mark.parametrize("M", [144, 2100])
+def test_bits_do_not_depend_on_where_weights_lie(kernel, tailed, monkeypatch, M):
+    """Beside one another; by several strides of a map; so far apart that none lead there; at odd
+    addresses; up first."""
+    torch.manual_seed(0)
+    N, K, forward = 512, 256, submodule("swiglu.hopper.forward")
+    spare = torch.empty(2**22, device="cuda", dtype=torch.bfloat16)
+    x, dy = [normal(M, n, dtype=torch.bfloat16) for n in (K, K)]
+    w_gate, w_up = [normal(N, K, dtype=torch.bfloat16, scale=K**-0.5) for _ in range(2)]
+    w_down = normal(K, N, dtype=torch.bfloat16, scale=N**-0.5)
+
+    def step(first, second, longest=2**40):
+        monkeypatch.setattr(forward, "LONGEST", longest)
+        placed = []
+        for place, w in ((first, w_gate), (second, w_up)):
+            placed.append(spare[place:][: N * K].view(N, K).copy_(w))
+        leaves = [t.detach().requires_grad_() for t in (x, *placed, w_down)]
+        y = kernel.fused_swiglu_mlp(*leaves)
+        return [y, *torch.autograd.grad(y, leaves, dy)]
+
+    far = 2**21
+    want = step(0, N * K)
+    for place in [
+        (N * K, 0), (0, far), (0, far, 2**18), (far, 0, 2**18), (0, far + 256, 2**16),
+        (0, far, 2**12), (1, N * K + 1), (far + 3, 8),
+    ]:  # fmt: skip
+        assert all(map(torch.equal, step(*place), want)), place

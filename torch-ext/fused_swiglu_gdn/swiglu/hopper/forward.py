@@ -20,14 +20,18 @@ from ..portable import forward as portable
 from ..portable.forward import in_dense_rows
 from .kernels import swiglu_fwd_kernel, swiglu_three_quarter_fwd_kernel, swiglu_wf_fwd_kernel
 
+LONGEST = 2**40  # bytes: strides of tensor maps are shorter
 X, GATE, UP, LOWER, Z, NONE, B_GATE, B_UP = range(8)  # the tensors of a call
 
 
-def _reads(x, w_gate, w_up) -> bool:
-    """True if TMA can read x [M, K] and weights of these sizes and strides, addresses apart."""
+def takes(x, w_gate, w_up, activation: str) -> bool:
+    """True if these kernels compute SwiGLU of x [M, K] and weights of these sizes and strides, at
+    addresses that TMA can read."""
     (M, K), N, dense = x.shape, w_gate.shape[0], 8  # elements of 16 bytes
     least = tuning.lookup("hopper_swiglu_fwd", x.device)["least_rows"]
-    if M < least or K < 1 or N % dense or x.dtype not in (torch.float16, torch.bfloat16):
+    if activation == "gelu" or x.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    if M < least or K < 1 or N % dense:
         return False
     strides, step = w_gate.stride(), x.stride(0)
     if strides != w_up.stride() or step < K or step % dense or 1 not in strides:
@@ -35,15 +39,29 @@ def _reads(x, w_gate, w_up) -> bool:
     return max(strides) % dense == 0 and min(strides) > 0
 
 
-def lie_well(x, w_gate, w_up) -> bool:
-    """True if TMA can read at these addresses, both weights by one map."""
+def strides_between(w_gate, w_up, most: int = 1) -> int:
+    """The number of equal strides of a map that lead from one weight to the other; 0 if it is above
+    `most`, if none do, or if TMA cannot read at these addresses.
+
+    A stride is shorter than 2**40 bytes. After NCCL has begun, the driver places some allocations
+    127 * 2**40 bytes from the others.
+    """
     gate, up = w_gate.data_ptr(), w_up.data_ptr()
-    return (x.data_ptr() | gate | up) % 16 == 0 and 0 < abs(gate - up) < 2**40
+    apart, count = abs(up - gate), 1
+    while apart >= count * LONGEST:
+        count *= 2
+    fits = (gate | up) % 16 == 0 < apart and apart % (16 * count) == 0 and count <= most
+    return count if fits else 0
 
 
-def takes(x, w_gate, w_up, activation: str) -> bool:
-    """True if these kernels compute SwiGLU of x [..., K] with dense rows."""
-    return activation != "gelu" and _reads(rows_of(x), w_gate, w_up) and lie_well(x, w_gate, w_up)
+def side_by_side(w_gate, w_up, most: int = 1) -> tuple:
+    """The weights, or copies of both where no map reads them with so many strides between them.
+
+    Another way to compute has other roundings, and where memory lies is chance.
+    """
+    if strides_between(w_gate, w_up, most):
+        return w_gate, w_up
+    return torch.stack((w_gate, w_up)).unbind()
 
 
 def between(first: torch.Tensor, second: torch.Tensor) -> int:
@@ -57,13 +75,14 @@ def equal_groups(tiles: int, most: int) -> int:
     return cdiv(tiles, cdiv(tiles, most))
 
 
-def joined(size: tuple, strides: tuple, apart: int) -> Tuple[tuple, tuple]:
-    """Shape and strides of two [N, K] tensors seen as one [2, N, K], whose first stride is `apart`.
+def joined(size: tuple, strides: tuple, apart: int, last: int = 1) -> Tuple[tuple, tuple]:
+    """Shape and strides of two [N, K] tensors seen as the first and the last of [1 + last, N, K],
+    `apart` elements from one another.
 
     Halves of a packed or an interleaved weight are special cases; for two allocations the stride is
-    the difference of their addresses. The tensor with the lower address comes first.
+    a part of the difference of their addresses. The tensor with the lower address comes first.
     """
-    return (2, *size), (abs(apart), *strides)
+    return (1 + last, *size), (abs(apart) // last, *strides)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -167,9 +186,9 @@ def prepare_swiglu_fwd(call: Swiglu) -> Optional[Callable]:
     x, w_gate, w_up, b_gate, b_up, (activation,) = call
     if any([a is not b for a, b in zip(in_dense_rows(*call.tensors), call.tensors)]):
         return on_copies(prepare_swiglu_fwd, call, in_dense_rows)
-    if not takes(x, w_gate, w_up, activation):
-        return None
     rows, N, size, strides = rows_of(x), w_gate.shape[0], x.element_size(), w_gate.stride()
+    if not takes(rows, w_gate, w_up, activation):
+        return None
     (M, K), shape = rows.shape, (*x.shape[:-1], N)
     sizes = (x.device, x.dtype, M, N, K, rows.stride(0), strides, activation)
     together = strides[1] == 1  # both weights by one map, which holds how far they lie apart
@@ -179,7 +198,7 @@ def prepare_swiglu_fwd(call: Swiglu) -> Optional[Callable]:
     def run(x, w_gate, w_up, b_gate, b_up):
         gate, up = w_gate.data_ptr(), w_up.data_ptr()
         apart = up - gate
-        if (x.data_ptr() | gate | up) & 15 or not 0 < abs(apart) < 2**40:
+        if (x.data_ptr() | gate | up) & 15 or not 0 < abs(apart) < LONGEST:
             tensors = (x, w_gate, w_up, b_gate, b_up)
             return portable.prepare_swiglu_fwd(Swiglu.of((*tensors, activation)))(*tensors)
         plan = plans.get(apart if together else 0)
