@@ -38,7 +38,7 @@ def graph(device, monkeypatch):  # noqa: F811
     counted = type("Graph", (Counted, real), facts)
     for module in ("layer_step", "training_graphs"):
         monkeypatch.setattr(submodule(f"models.{module}"), "Graph", counted)
-    submodule("models.training_graphs")._say_once.cache_clear()
+    submodule("models.serving").say_once.cache_clear()
     return counted
 
 

@@ -123,15 +123,20 @@ def is_plain(module: nn.Module) -> bool:
     )
 
 
+def around_by_torch(kind: type) -> Optional[type]:
+    """The class that torch.distributed has put before a module's class, as fully_shard does, or
+    None: it makes a subclass of the two, and has no forward."""
+    first, *others = kind.__bases__
+    return first if others and first.__module__.startswith("torch.distributed.") else None
+
+
 def served_as(module: nn.Module) -> Optional[str]:
     """The name of our layer whose forward runs where the module is called, or None: as well if its
     class is a subclass of the one that serve() made, which inherits the name, since the forward of
-    that may do more. The classes that torch.distributed puts before one have no forward. Where a
-    call asks it of modules without hooks, type(module).__dict__ is read instead."""
+    that may do more. Where a call asks it of modules without hooks, type(module).__dict__ is read
+    instead."""
     kind = type(module)
-    first, *others = kind.__bases__
-    if others and first.__module__.startswith("torch.distributed."):
-        kind = others[0]
+    kind = kind if around_by_torch(kind) is None else kind.__bases__[1]
     return kind.__dict__.get("served_as")
 
 

@@ -19,8 +19,8 @@ from .experts import restore_experts, serve_experts
 from .fused_loss import LEAST, serve_loss
 from .lora import note_of
 from .loss import serve_cross_entropy
-from .recognise import KINDS, OF_MODULES, is_nothing, recognise, replace
-from .report import WAITS, Report, Row
+from .recognise import KINDS, OF_MODULES, Kind, is_nothing, recognise, replace
+from .report import WAITS, Report, Row, kind_of
 from .serving import as_gathered, may_move, unserve, why_not_on
 from .stand_ins import quiet
 from .training_graphs import restore_training_graphs, serve_training_graphs
@@ -146,18 +146,15 @@ def kernelize(
 def _exchanges_states(model: nn.Module, rows: List[Row]) -> None:
     """Raises ValueError for a model with a layer that would miss the states of other ranks."""
     for row in rows:
-        if row.layer == "KimiDeltaAttention":
-            restore(model)
-            raise ValueError(
-                "model must have no Kimi Delta Attention layer with cp_group, for its states are "
-                f"not exchanged, but {row.module} is one"
-            )
-        if row.reason is not None and row.layer.endswith("GatedDeltaNet"):
-            restore(model)
-            raise ValueError(
-                f"model must have all its Gated DeltaNet layers served with cp_group, but "
-                f"{row.module} is left alone: {row.reason}"
-            )
+        if kind_of(row) == "kda":
+            wrong = "no Kimi Delta Attention layer", "is one, whose states are not exchanged"
+        elif kind_of(row) == "gdn" and row.reason is not None:
+            wrong = "all its Gated DeltaNet layers served", f"is left alone: {row.reason}"
+        else:
+            continue
+        restore(model)
+        must, but = wrong
+        raise ValueError(f"model must have {must} with cp_group, but {row.module} {but}")
 
 
 def _check_loss(loss: object) -> None:
@@ -183,13 +180,13 @@ def _check_trust(trust: Sequence[type]) -> None:
 
 def _replays(model: nn.Module, rows: List[Row], replay: int) -> Row:
     """The report's row about deferred write-back in GDN layers."""
-    served = any(row.reason is None and row.layer.endswith("GatedDeltaNet") for row in rows)
+    kind, size = type(model).__name__, PAYS_FROM // 2**20
+    served = any([row.reason is None and kind_of(row) == "gdn" for row in rows])
     reason = why_not_model(model) if served else "it has no Gated DeltaNet layer that is served"
     if reason is not None:
-        return Row("", type(model).__name__, "decode", None, f"no replay: {reason}")
-    size = PAYS_FROM // 2**20
+        return Row("", kind, "decode", None, f"no replay: {reason}")
     by = f"in CUDA graphs: states of {size} MiB a layer or more, written once in {replay} tokens"
-    return Row("", type(model).__name__, "decode", by, None)
+    return Row("", kind, "decode", by, None)
 
 
 @contextlib.contextmanager
@@ -218,7 +215,7 @@ def _serve_modules(modules: Named, kinds: set, replay: int) -> List[Row]:
             continue
         note, reason = None, finding.reason
         if reason is None:
-            note, reason = _kernels_for(module, finding.kind)
+            note, reason = _kernels_for(module, OF_MODULES[finding.kind])
         if reason is None:
             replace(module, finding, replay)
             note = note or note_of(module)
@@ -231,16 +228,13 @@ def _serve_modules(modules: Named, kinds: set, replay: int) -> List[Row]:
     return rows
 
 
-def _kernels_for(module: nn.Module, kind: str) -> Tuple[Optional[str], Optional[str]]:
+def _kernels_for(module: nn.Module, kind: Kind) -> Tuple[Optional[str], Optional[str]]:
     """The report's note about a module that can be replaced, and the reason why it is not."""
-    operation = OF_MODULES[kind].operation
-    if operation is None:
-        return None, None
     where = _place_of(module)
-    missing = why_not_on(where, *operation)
+    missing = None if kind.operation is None else why_not_on(where, *kind.operation)
     if missing is None:
         return None, None
-    if kind == "gdn":  # in plain torch ours are the faster ones, too
+    if kind.by_torch:
         return "in plain torch", None
     return (WAITS, None) if may_move(where) else (None, missing)
 
@@ -250,10 +244,9 @@ def _place_of(module: nn.Module) -> torch.device:
     parts, other = [module], None
     for part in parts:  # appended to while iterating
         for x in part._parameters.values():
-            where = told(x, "device")
-            if where and type(x) in PLAIN_TENSORS:
-                return where
-            other = other or where
+            if type(x) in PLAIN_TENSORS:
+                return x.device
+            other = other or told(x, "device")
         parts += filter(None, part._modules.values())
     return other or torch.device("cpu")
 
@@ -302,10 +295,6 @@ def restore(model: nn.Module) -> int:
 
 def _check_mode(mode) -> None:
     words = str(mode).lower()
-    if isinstance(mode, enum.Flag):  # kernels.Mode, which may say more
-        known = "training" in words or "inference" in words
-    else:
-        known = mode is None or isinstance(mode, str) and words in ("inference", "training")
-    if known:
-        return
-    raise ValueError(f'mode must be "inference", "training" or a kernels.Mode, got {mode!r}')
+    of_kernels = isinstance(mode, enum.Flag) and ("training" in words or "inference" in words)
+    if mode is not None and not of_kernels and words not in ("inference", "training"):
+        raise ValueError(f'mode must be "inference", "training" or a kernels.Mode, got {mode!r}')

@@ -8,7 +8,7 @@ implementation that was chosen before, or to transformers' grouped_mm where that
 
 import inspect
 import itertools
-from typing import Callable, Dict, Iterator, List, Optional, Set, Tuple, Union
+from typing import Dict, Iterator, List, Optional, Set, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,8 @@ from ..layers.pins import Walk, is_of, names_in
 from ..layers.plain import Named, told, why_not_tensor
 from ..runtime.dtypes import HALF
 from .code import Refused
-from .experts_trial import FLAGS, Form, computes, loop_of
+from .experts_before import BEFORE, fall_back, loop_of
+from .experts_trial import FLAGS, Form, computes
 from .facts import ASK
 from .fp8_experts import (
     form_of_fp8,
@@ -34,13 +35,13 @@ from .fp8_experts import (
 )
 from .mlp import NAMED
 from .report import Row
-from .serving import BEFORE, is_of_transformers, say_once, why_not_on
+from .serving import is_of_transformers, why_not_on
 from .trial import while_unchanged
 from .trust import code_of, is_named
 
 NAME = "fused_swiglu_gdn"
-STACKED = frozenset(("gate_up_proj", "up_proj"))  # weights of experts, of all of them in one
 REPLACED = (None, "eager", "batched_mm", "grouped_mm")  # implementations that kernelize replaces
+STACKED = frozenset(("gate_up_proj", "up_proj"))  # weights of experts, of all of them in one
 
 
 def register_experts() -> str:
@@ -88,25 +89,31 @@ def experts_forward(
     if reason is not None:
         return _fall_back(self, reason, *given, **named)
     hidden_states, top_k_index, top_k_weights = given
-    if hidden_states.dtype is not self.gate_up_proj.dtype and _refuses_dtypes(self, hidden_states):
+    dtype, kind = self.gate_up_proj.dtype, hidden_states.device.type
+    mixed = torch.is_autocast_enabled(kind)
+    if hidden_states.dtype is not dtype and not mixed and self.__dict__.get(BEFORE) == "eager":
         return _fall_back(self, "its input is of another dtype", *given)
     form = form_of(type(self))
     activation = form.activation or activation_of(self.act_fn)
     limit = None if form.limit is None else float(getattr(self, form.limit))
-    x = hidden_states.to(self.gate_up_proj.dtype)
-    args = (x, *weights_of(self), top_k_index, top_k_weights)
+    args = (hidden_states.to(dtype), *weights_of(self), top_k_index, top_k_weights)
     options = {"activation": activation, "limit": limit, "interleaved": form.interleaved}
     if flag(self, "has_bias"):
         options |= {"b_gate_up": self.gate_up_proj_bias, "b_down": self.down_proj_bias}
-    kind = x.device.type
     try:
-        if torch.is_autocast_enabled(kind):
+        if mixed:
             with torch.autocast(kind, enabled=False):  # in the weights' dtype, as grouped_mm
                 return fused_experts(*args, **options).to(hidden_states.dtype)
         return fused_experts(*args, **options).to(hidden_states.dtype)
     except (TypeError, ValueError) as error:  # what does not fit is transformers' to take or refuse
-        why = str(error)
-    return _fall_back(self, why, hidden_states, top_k_index, top_k_weights)
+        reason = str(error)
+    return _fall_back(self, reason, *given)
+
+
+def _fall_back(self, reason: str, *args, **named) -> torch.Tensor:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    return fall_back(self, ALL_EXPERTS_FUNCTIONS, reason, *args, **named)
 
 
 def flag(module: nn.Module, name: str) -> bool:
@@ -120,26 +127,8 @@ def weights_of(module: nn.Module) -> Tuple[torch.Tensor, torch.Tensor]:
     return (w_gate_up.mT, w_down.mT) if flag(module, "is_transposed") else (w_gate_up, w_down)
 
 
-def _refuses_dtypes(self, x: torch.Tensor) -> bool:
-    """Returns True if the implementation chosen before does not cast x to the weights' dtype."""
-    return self.__dict__.get(BEFORE) == "eager" and not torch.is_autocast_enabled(x.device.type)
-
-
-def _fall_back(self, reason: str, *args, **named) -> torch.Tensor:
-    from transformers.integrations.moe import grouped_mm_experts_forward
-
-    loop = _loops.get(type(self)) if self.__dict__.get(BEFORE) == "eager" else None
-    if not torch.compiler.is_compiling():
-        say_once(type(self).__name__, "own loop" if loop else "grouped_mm", reason)
-    if loop is not None:
-        return loop(self, *args, **named)
-    return grouped_mm_experts_forward(self, *args, **named)
-
-
-# the functions that were looked at, the form, and what the class's own loop calls by name
 _forms: Dict[type, tuple] = {}
 _named: Set[type] = set()  # classes that a user has named
-_loops: Dict[type, Callable] = {}  # over the experts, as the classes have it
 
 
 @torch.compiler.assume_constant_result
@@ -154,7 +143,7 @@ def _find(kind: type) -> Tuple[Union[Form, str], Tuple[Pinned, ...]]:
         from transformers.integrations import moe
     except ImportError:
         raise Refused("transformers has no experts implementations") from None
-    loop = _loops[kind] = loop_of(kind, moe.ALL_EXPERTS_FUNCTIONS)
+    loop = loop_of(kind, moe.ALL_EXPERTS_FUNCTIONS)
     flags = {**FLAGS, **inspect.getclosurevars(kind.__init__).nonlocals}
     named = kind in _named or None
     forward = code_of(kind, named=named)  # it is tried again when that has changed
@@ -253,6 +242,8 @@ def serve_experts(modules: Named) -> List[Row]:
     reasons = [_why_left(module) for _, module in found]
     refused = {id(m.config) for (_, m), why in zip(found, reasons) if why and hasattr(m, "config")}
     before = {id(m.config): m.__dict__[BEFORE] for _, m in found if BEFORE in m.__dict__}
+    if None in reasons:
+        register_experts()
     rows = []
     for (name, module), reason in zip(found, reasons):
         if reason is None and id(module.config) in refused:
@@ -263,8 +254,7 @@ def serve_experts(modules: Named) -> List[Row]:
             _restore(module)
         form = (form_of_fp8 if is_fp8_experts(module) else form_of)(type(module))
         unknown = isinstance(form, str) and is_of_transformers(module)
-        kind = type(module).__name__
-        rows.append(Row(name, kind, "fused_experts", None, reason, unknown))
+        rows.append(Row(name, type(module).__name__, "fused_experts", None, reason, unknown))
     return rows
 
 
@@ -288,7 +278,6 @@ def _choose(module: nn.Module, before: dict) -> None:
     none where the user asked for ours."""
     config = module.config
     if config._experts_implementation != NAME:
-        register_experts()
         before[id(config)] = config._experts_implementation
         config._experts_implementation_internal = NAME
     if id(config) in before:
@@ -305,9 +294,7 @@ def _restore(module: nn.Module) -> bool:
 def restore_experts(modules: Named) -> int:
     """Gives the configurations their own choice back; returns how many modules were served."""
     found = [m for _, m in experts_in(modules)]
-    served = [
-        m for m in found
-        if hasattr(m, "config") and getattr(m.config, "_experts_implementation", None) == NAME
-    ]  # fmt: skip
+    chosen = [getattr(getattr(m, "config", None), "_experts_implementation", None) for m in found]
+    served = [m for m, implementation in zip(found, chosen) if implementation == NAME]
     configs = {id(m.config) for m in found if _restore(m)}
     return sum(id(m.config) in configs for m in served)

@@ -1,13 +1,11 @@
 """Compares the loop of a class of experts with the formula, on small weights."""
 
-import inspect
-from typing import Callable, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 import torch
 
 from ..experts import reference
 from ..experts.call import ALPHA, Experts, ExpertsOptions
-from .code import Refused
 from .stand_ins import same
 
 
@@ -18,18 +16,6 @@ class Form(NamedTuple):
     activation: Optional[str] = None  # whatever act_fn is
     alpha: Optional[str] = None  # the attribute with swigluoai's factor
     interleaved: bool = False  # gate and up in turn
-
-
-def loop_of(kind: type, table: object) -> Callable:
-    """The class's own loop over its experts, for which transformers' table has other functions;
-    raises Refused."""
-    try:
-        names = inspect.getclosurevars(kind.forward).nonlocals
-    except TypeError:
-        names = {}
-    if names.get("experts_interface") is not table:
-        raise Refused("transformers does not choose the implementation of this class")
-    return names["original_forward"]
 
 
 FLAGS = {  # of transformers' classes, where they have none

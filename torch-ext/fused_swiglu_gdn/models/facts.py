@@ -2,7 +2,6 @@
 the module's attributes."""
 
 import inspect
-from types import FunctionType, MethodType
 from typing import Dict, List, Set
 
 import torch
@@ -55,25 +54,28 @@ class Facts:
         self.pinned, self.forward, self.signature = code.pins, known.forward, known.signature
         self.functions, self.named = code.walk.walked, code.walk.named
         self.names, self.own = known.names, known.own  # keywords that are for the class's forward
-        found = dict(_paths(module, known.names))
         # what a call can compare: numbers, words, flags and None, the contents of containers, and
         # other objects but tensors and parts
-        values = {p: Frozen(v) if type(v) in CONTAINERS else v for p, v in found.items()}
-        parts, tensors = module._modules, {**module._parameters, **module._buffers}
-        own = {n: x for n, x in tensors.items() if n in known.names}
-        values.update((n, None) for n, x in own.items() if x is None)
-        values.update((n, ABSENT) for n in known.asked if is_absent(module, n))
-        self.values: Dict[str, object] = {path: values[path] for path in sorted(values)}
+        values: Dict[str, object] = {}
+        for path, value in _paths(module, known.names):
+            values[path] = Frozen(value) if type(value) in CONTAINERS else value
+        own = known.names.intersection((*module._parameters, *module._buffers))
+        for name in own:
+            if module._parameters.get(name, module._buffers.get(name)) is None:
+                values[name] = None
+        for name in known.asked:
+            if is_absent(module, name):
+                values[name] = ABSENT
+        self.values = {path: values[path] for path in sorted(values)}
         self.reads: Set[str] = {*values, *own}
-        self.parts = known.names.intersection(parts)
-        self.parts |= {n for n, v in module.__dict__.items() if n in known.names and _calls(n, v)}
-        # weights or biases of these parts
-        direct = known.names.intersection(("weight", "bias"))
-        inner = {n: parts[n] for n in self.parts.intersection(parts) if parts[n] is not None}
-        self.direct = {n for n, part in inner.items() if direct.intersection(part._parameters)}
+        attributes = module.__dict__
+        calls = [n for n in known.names.intersection(attributes) if callable(attributes[n])]
+        self.parts = known.names.intersection(module._modules)
+        self.parts.update([name for name in calls if not name.startswith("_")])
         # numbers that may be the rate of a dropout
-        numbers = [n for n, v in found.items() if type(v) is float and "." not in n]
-        self.rates = frozenset(numbers if "dropout" in self.names else ())
+        self.rates: Set[str] = set()
+        if "dropout" in known.names:
+            self.rates = {n for n, v in values.items() if type(v) is float and "." not in n}
         # training and evaluation, where the code names them, or drops values out in one of them
         both = {"training", "dropout"} & self.names
         self.modes = (False, True) if both else (module.training,)
@@ -99,11 +101,6 @@ def is_absent(module: nn.Module, name: str) -> bool:
     return not hasattr(type(module), name)
 
 
-def _calls(name: str, value: object) -> bool:
-    kinds = (FunctionType, MethodType)
-    return not name.startswith("_") and (isinstance(value, kinds) or callable(value))
-
-
 def _paths(owner: object, names: Set[str], prefix: str = "", depth: int = 1) -> List[tuple]:
     """(path, value) of the attributes with these names that a guard can compare; of an object with
     attributes of its own, such as a configuration, those."""
@@ -116,9 +113,10 @@ def _paths(owner: object, names: Set[str], prefix: str = "", depth: int = 1) -> 
             value = getattr(owner, name) if depth > 1 else owner.__dict__[name]
         except Exception:
             continue
-        if isinstance(value, (nn.Module, torch.Tensor)) or callable(value):
+        kind = type(value)  # a configuration runs code of its own where isinstance asks it
+        if issubclass(kind, torch.Tensor) or callable(value):
             continue
-        plain = value is None or isinstance(value, PLAIN_VALUES) or not _has_attributes(value)
+        plain = issubclass(kind, (*PLAIN_VALUES, type(None))) or not _has_attributes(kind)
         if plain or depth == DEEPEST:
             found.append((prefix + name, value))
         else:
@@ -126,9 +124,9 @@ def _paths(owner: object, names: Set[str], prefix: str = "", depth: int = 1) -> 
     return found
 
 
-def _has_attributes(value: object) -> bool:
-    """Its class gives it a __dict__; asked of the object, a configuration runs code of its own."""
-    return type(value).__dictoffset__ != 0 and not isinstance(value, (dict, list, tuple, set))
+def _has_attributes(kind: type) -> bool:
+    """A class gives its objects a __dict__."""
+    return kind.__dictoffset__ != 0 and not issubclass(kind, (dict, list, tuple, set))
 
 
 _found_properties: Dict[type, tuple] = {}

@@ -7,10 +7,9 @@ transformers' fp8_linear what it is given. What does not fit a call is computed 
 implementation that was chosen before, or by transformers' grouped_mm where that was ours.
 """
 
-import inspect
 import sys
 from types import SimpleNamespace
-from typing import Callable, Dict, NamedTuple, Optional, Tuple, Union
+from typing import Dict, Optional, Tuple, Union
 
 import torch
 from torch import nn
@@ -19,31 +18,24 @@ from ..experts.ops_fp8 import FP8, fp8_experts
 from ..fp8.call import BLOCK, SCALES
 from ..layers.activations import activation_of
 from ..layers.fp8.weights import SCHEME, takes
-from ..layers.own_code import is_in_its_file
 from ..layers.pinned import Pinned
 from ..layers.plain import PLAIN_TENSORS, told
 from .code import Refused
-from .experts_trial import FLAGS, Form, computes, loop_of
+from .experts_before import fall_back, loop_of
+from .experts_trial import FLAGS, Form, computes
 from .fp8_linear import (
     ARGUMENTS,
     HOME,
     code_above,
     given_to_products,
-    why_not_block,
     why_not_parameter,
+    why_not_scheme,
 )
-from .serving import BEFORE, own_class, say_once, why_not_on
+from .serving import own_class, why_not_on
 from .stand_ins import quiet
 from .trial import while_unchanged
 
 WEIGHTS = ("gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv")
-
-
-class Fp8ExpertsForm(NamedTuple):
-    """The class as it was recognised."""
-
-    unset: Tuple[str, ...]  # attributes that its gate reads, which are to be None
-    loop: Callable  # over the experts
 
 
 _forms: Dict[type, tuple] = {}
@@ -55,22 +47,20 @@ def is_fp8_experts(module: nn.Module) -> bool:
     return kind is not None and issubclass(own_class(module), kind)
 
 
-def form_of_fp8(kind: type) -> Union[Fp8ExpertsForm, str]:
-    """The form of FP8Experts, or why a class is not served."""
+def form_of_fp8(kind: type) -> Union[Tuple[str, ...], str]:
+    """The attributes that the gate of FP8Experts reads, which are to be None, or why a class is
+    not served."""
     functions = kind.forward, kind._apply_gate, kind.linear, sys.modules[HOME].fp8_linear
     return while_unchanged(_forms, kind, functions, _find)
 
 
-def _find(kind: type) -> Tuple[Union[Fp8ExpertsForm, str], Tuple[Pinned, ...]]:
+def _find(kind: type) -> Tuple[Union[Tuple[str, ...], str], Tuple[Pinned, ...]]:
     home = sys.modules[HOME]
     if kind is not home.FP8Experts:
         raise Refused(
             f"is a {kind.__name__}, not FP8Experts: its class computes in a way of its own"
         )
-    loop_of(kind, home.ALL_FP8_EXPERTS_FUNCTIONS)
-    loop = inspect.unwrap(kind.forward)  # behind another decorator
-    if not is_in_its_file(kind.forward, "transformers"):
-        raise Refused("transformers does not choose the implementation of this class")
+    loop = loop_of(kind, home.ALL_FP8_EXPERTS_FUNCTIONS)
     codes = [code_above(home, kind, name) for name in ("forward", "_apply_gate", "linear")]
     weight, scale, x = (torch.ones(4, 4) for _ in range(3))
     weight, block = weight.to(torch.float8_e4m3fn), (4, 4)
@@ -79,8 +69,7 @@ def _find(kind: type) -> Tuple[Union[Fp8ExpertsForm, str], Tuple[Pinned, ...]]:
     given = [x, weight, scale, block, None, None, True]
     if [[call.get(name) for name in ARGUMENTS] for call in found] != [given]:
         raise Refused("its products are none that are known")
-    names = {*kind._apply_gate.__code__.co_names} - {"act_fn", *dir(torch.Tensor)}
-    unset = tuple(sorted(names))
+    unset = tuple(sorted({*kind._apply_gate.__code__.co_names} - {"act_fn", *dir(torch.Tensor)}))
     ones = torch.ones(8)
     more = {
         **FLAGS, **dict.fromkeys(unset), "linear": kind.linear, "activation_scheme": SCHEME[1],
@@ -90,7 +79,7 @@ def _find(kind: type) -> Tuple[Union[Fp8ExpertsForm, str], Tuple[Pinned, ...]]:
     with quiet():
         if not computes(kind, loop, Form(), FLAGS, **more):
             return "its formula is another", pinned
-    return Fp8ExpertsForm(unset, loop), pinned
+    return unset, pinned
 
 
 def why_not_fp8_experts(module: nn.Module) -> Optional[str]:
@@ -101,22 +90,20 @@ def why_not_fp8_experts(module: nn.Module) -> Optional[str]:
     return _why_not_formula(module, form) or _why_not_weights(module)
 
 
-def _why_not_formula(module: nn.Module, form: Fp8ExpertsForm) -> Optional[str]:
-    attributes = module.__dict__
+def _why_not_formula(module: nn.Module, unset: Tuple[str, ...]) -> Optional[str]:
     for name in ("_apply_gate", "linear"):
-        if name in attributes:
+        if name in module.__dict__:
             return f"it has a {name} of its own"
     for name, value in FLAGS.items():
         if getattr(module, name, value) is not value:
             return f"{name} is {getattr(module, name)}"
-    for name in form.unset:
+    for name in unset:
         if getattr(module, name, None) is not None:
             return f"its gate is another: {name} is {getattr(module, name)}"
     activation = getattr(module, "act_fn", None)
     if activation_of(activation) != "silu":
         return f"its activation is {type(activation).__name__}, not silu"
-    block, scheme = attributes.get("block_size"), attributes.get("activation_scheme")
-    return why_not_block(tuple(block) if isinstance(block, list) else block, scheme, None)
+    return why_not_scheme(module)
 
 
 def _why_not_weights(module: nn.Module) -> Optional[str]:
@@ -157,12 +144,13 @@ def fp8_experts_forward(
     self: nn.Module, *given: torch.Tensor, **named: torch.Tensor
 ) -> torch.Tensor:  # [T, H]
     """Computes FP8Experts for transformers: x [T, H], ids [T, K], weights [T, K]."""
-    reason = "it is not called with three tensors by position"
+    y, reason = None, "it is not called with three tensors by position"
     if not named and len(given) == 3:
         y, reason = _computed(self, *given)
-        if y is not None:
-            return y
-    return _fall_back(self, reason, *given, **named)
+    if y is not None:
+        return y
+    table = sys.modules[HOME].ALL_FP8_EXPERTS_FUNCTIONS
+    return fall_back(self, table, reason, *given, **named)
 
 
 def _computed(
@@ -186,13 +174,3 @@ def _computed(
         if y is not None:
             return y, None
     return None, _why_not_weights(self) or why_not_fp8_here(self)
-
-
-def _fall_back(self, reason: Optional[str], *args, **named) -> torch.Tensor:
-    table, before = sys.modules[HOME].ALL_FP8_EXPERTS_FUNCTIONS, self.__dict__.get(BEFORE)
-    loops = before == "eager" or getattr(self, "activation_scheme", None) == "static"
-    name = "eager" if loops else before or "grouped_mm"
-    if reason is not None and not torch.compiler.is_compiling():
-        say_once(type(self).__name__, "own loop" if loops else name, reason)
-    forward = inspect.unwrap(own_class(self).forward) if loops else table[name]
-    return forward(self, *args, **named)

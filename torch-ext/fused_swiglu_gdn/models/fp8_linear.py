@@ -72,7 +72,10 @@ def _find(kind: type) -> Tuple[Union[Fp8Form, str], Tuple[Pinned, ...]]:
 def code_above(home: ModuleType, kind: type, method: str = "forward") -> Code:
     """The code of a method that calls the module's fp8_linear, which is the known one; raises
     Refused. What that calls is not looked into: transformers loads its kernels at a first call."""
-    refuse_function(home)
+    if not is_in_its_file(home.fp8_linear, "transformers"):
+        raise Refused("its forward calls fp8_linear, which is patched")
+    if tuple(inspect.signature(home.fp8_linear).parameters) != ARGUMENTS:
+        raise Refused("its forward calls an fp8_linear of other arguments")
     return code_of(kind, method, ends=names_in(home.fp8_linear.__code__))
 
 
@@ -100,14 +103,6 @@ def given_to_products(function: FunctionType, module: object, *args: object) -> 
     return found if result is found else []
 
 
-def refuse_function(home: ModuleType) -> None:
-    """Raises Refused if the module's fp8_linear is not the known one."""
-    if not is_in_its_file(home.fp8_linear, "transformers"):
-        raise Refused("its forward calls fp8_linear, which is patched")
-    if tuple(inspect.signature(home.fp8_linear).parameters) != ARGUMENTS:
-        raise Refused("its forward calls an fp8_linear of other arguments")
-
-
 def why_not_fp8(module: nn.Module) -> Optional[str]:
     """Why an FP8Linear of the known class is left alone, or None."""
     parameters = module.__dict__["_parameters"]
@@ -122,15 +117,16 @@ def why_not_fp8(module: nn.Module) -> Optional[str]:
             if axis in cut and size % BLOCK:  # others might begin inside a block of scales
                 return f"tensor parallel shards of {size} {name}, not multiples of {BLOCK}"
     return (
-        why_not_block(*scheme_of(module))
+        why_not_scheme(module)
         or _why_not_parameters(weight, scale, bias)
         or _why_not_sizes(weight, scale)
         or _why_no_product(weight, scale)
     )
 
 
-def why_not_block(block: object, scheme: object, given: object) -> Optional[str]:
-    """Why a weight in FP8 that is scaled so is left alone, or None: scheme_of()."""
+def why_not_scheme(module: nn.Module) -> Optional[str]:
+    """Why a module is left alone for how its weights in FP8 are scaled, or None."""
+    block, scheme, given = scheme_of(module)
     if scheme != SCHEME[1] or given is not None:
         words = "static" if scheme == SCHEME[1] else scheme
         return f"FP8 with {words} activations; those of activation_scheme='dynamic' are served"

@@ -29,7 +29,7 @@ from ..loss.api import linear_cross_entropy
 from ..loss.checks import words_hold_least
 from ..runtime import device
 from .code import signature_of
-from .loss import by_kernel, language_model
+from .loss import by_kernel, language_model, why_not_next_token
 from .report import Row
 from .serving import own_class, serve, why_replaced
 
@@ -164,10 +164,7 @@ def _is_step(model: nn.Module, labels, found: Callable, known: Callable) -> bool
         return False
     if not hasattr(type(head), "step_without_logits"):  # another head than the one that is served
         return False
-    if type(head.weight) not in PLAIN_TENSORS or type(head.bias) not in (
-        *PLAIN_TENSORS,
-        type(None),
-    ):
+    if not all([type(x) in (*PLAIN_TENSORS, type(None)) for x in (head.weight, head.bias)]):
         return False
     if compiling:
         return True
@@ -298,25 +295,18 @@ def _is_plain(module: nn.Module, own: type) -> Optional[bool]:
 
 
 def _why_not(module: nn.Module) -> Optional[str]:
-    head, own = module.lm_head, own_class(module)
-    if own_class(head) is not nn.Linear:
-        kind = own_class(head)
+    kind = own_class(module.lm_head)
+    if kind is not nn.Linear:
         return f"its lm_head is a {kind.__module__}.{kind.__name__}, not an nn.Linear"
-    replaced = why_replaced(module) or why_replaced(head)
-    if replaced is not None:
-        return replaced
-    if not isinstance(getattr(own, "loss_function", None), property):
-        return "its loss function is not transformers' ForCausalLMLoss"
-    if not is_next_token_loss(own.loss_function.fget(module)):
-        return "its loss function is not transformers' ForCausalLMLoss"
-    function = own.forward
+    reason = why_not_next_token(module) or why_replaced(module.lm_head)
+    if reason is not None:
+        return reason
+    function = own_class(module).forward
     while function is not None:  # and what it is wrapped by
         if not is_in_its_file(function, "transformers"):
             where = getattr(function, "__module__", None) or type(function).__module__
             return f"its forward is not that of transformers but of {where}"
         function = getattr(function, "__wrapped__", None)
-    if _is_plain(module, own) is None:
-        return "its forward does more with its logits than to make one loss"
     return None
 
 
@@ -328,9 +318,10 @@ def serve_loss(modules: Named, least: bool = False) -> Optional[Row]:
         return None
     name, module = found
     own, reason = own_class(module), _why_not(module)
-    if reason is None:
-        known, plain = own.loss_function.fget(module), _is_plain(module, own)
-        serve(module, "loss", _forward(own, known, plain, least))
+    plain = _is_plain(module, own) if reason is None else None
+    if plain is not None:
+        serve(module, "loss", _forward(own, own.loss_function.fget(module), plain, least))
         serve(module.lm_head, "loss", _project)
-    by = f"{BY}, {LEAST}" if least else BY
-    return Row(name, own.__name__, "loss", by if reason is None else None, reason)
+        return Row(name, own.__name__, "loss", f"{BY}, {LEAST}" if least else BY, None)
+    reason = reason or "its forward does more with its logits than to make one loss"
+    return Row(name, own.__name__, "loss", None, reason)

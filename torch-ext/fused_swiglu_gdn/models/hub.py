@@ -96,9 +96,9 @@ def layer_mapping(
         >>> len(mapping)
         17
     """
-    for word, words, known in (("names", names, NAMES), ("devices", devices, DEVICES)):
-        if words is not None or word == "devices":
-            are_words(word, words, known)
+    if names is not None:
+        are_words("names", names, NAMES)
+    are_words("devices", devices, DEVICES)
     _is_source(source, version, revision)
     _is_trust(trust_remote_code)
     from kernels import Mode
@@ -139,7 +139,7 @@ def _is_source(source: object, version: object, revision: object) -> None:
     if version is not None:
         is_int("version", version, 0)
     given = [name for name, x in (("version", version), ("revision", revision)) if x is not None]
-    if not isinstance(source, (str, Path)) or _is_folder(source):
+    if not isinstance(source, (str, Path)) or Path(source).is_dir():
         if given:
             raise ValueError(
                 f'{given[0]} must be None unless source is "org/repo" on the Hub, got it with '
@@ -157,16 +157,12 @@ def _is_source(source: object, version: object, revision: object) -> None:
         )
 
 
-def _is_folder(source: Union[str, Path]) -> bool:
-    return Path(source).is_dir()
-
-
 def _repository(source, layer, version, revision, trust_remote_code):
     if source is None or isinstance(source, ModuleType):
         return _Loaded(layers if source is None else source.layers, layer)
     from kernels import LayerRepository, LocalLayerRepository
 
-    if _is_folder(source):
+    if Path(source).is_dir():
         return LocalLayerRepository(Path(source), layer_name=layer)
     return LayerRepository(
         source,

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from ..decoding.graph_rules import IDLE
 from ..decoding.watch import PLAIN, ModelWatch
-from ..layers.plain import PLAIN_TENSORS, told, why_hooked
-from .serving import is_sharded
+from ..layers.plain import PLAIN_TENSORS, around_by_torch, told, why_hooked
 
 
 class Eager(Exception):
@@ -70,7 +69,7 @@ def why_not(watch: ModelWatch, device: torch.device) -> Optional[str]:
                 return f"its {kind} has a hook, which a graph would not call"
             if module._backward_hooks or module._backward_pre_hooks or "_hf_hook" in attributes:
                 return f"its {kind} {why_hooked(module)}"
-        if "_is_fsdp_managed_module" in attributes or is_sharded(type(module)):
+        if "_is_fsdp_managed_module" in attributes or around_by_torch(type(module)):
             return "its weights are sharded (FSDP)"
         for x in (*module._parameters.values(), *module._buffers.values()):
             if x is None:

@@ -11,7 +11,7 @@ import random
 import threading
 import weakref
 from functools import partial
-from typing import Callable, List, NamedTuple, Optional, Tuple
+from typing import Callable, List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -73,18 +73,14 @@ class Ticket:
     done = False  # they will not be asked for again
 
 
-class _Group(NamedTuple):
+def _by_dtype(tensors: List[Tensor]) -> List[Tuple[List[int], List[Tensor]]]:
     """Gradients of one dtype, which are copied together, and their places among all."""
-
-    places: List[int]
-    tensors: List[Tensor]
-
-    @classmethod
-    def all_of(cls, tensors: list) -> list:
-        by_dtype: dict = {}
-        for i, x in enumerate(tensors):
-            by_dtype.setdefault(x.dtype, []).append(i)
-        return [cls(places, [tensors[i] for i in places]) for places in by_dtype.values()]
+    groups: dict = {}
+    for i, x in enumerate(tensors):
+        places, same = groups.setdefault(x.dtype, ([], []))
+        places.append(i)
+        same.append(x)
+    return list(groups.values())
 
 
 class LayerStep:
@@ -128,7 +124,7 @@ class LayerStep:
             self.backward.replay()
         if not _are_close([self.y, *found], exact):
             raise Eager("a replay computes something else")
-        self.groups = _Group.all_of(found)
+        self.groups = _by_dtype(found)
         known = set(map(id, trained))
         self.from_args = [i for i, x in enumerate(self.static) if id(x) in known]
         self.trained = [p for p, x in zip(self.params, leaves[len(tensors) :]) if id(x) in known]

@@ -92,24 +92,25 @@ def language_model(modules: Named) -> Optional[Tuple[str, nn.Module]]:
     return None
 
 
+def why_not_next_token(module: nn.Module) -> Optional[str]:
+    """Why a model does not make its loss by transformers' next-token cross entropy, or None."""
+    found = getattr(own_class(module), "loss_function", None)
+    if not isinstance(found, property) or not is_next_token_loss(found.fget(module)):
+        return "its loss function is not transformers' ForCausalLMLoss"
+    return why_replaced(module)
+
+
 def serve_cross_entropy(modules: Named, where: torch.device) -> Optional[Row]:
     """Uses a kernel for the model's loss; returns a row of the report, or None where the model is
     left alone."""
     found = language_model(modules)
-    if found is None or not _is_for_a_kernel(found[1]):
+    if found is None or not is_torchs_own(_CROSS_ENTROPY, F.__file__):
         return None
     name, module = found
+    if why_not_next_token(module) or why_partitioned(module):
+        return None
     waits = why_not_on(where, *_OPERATION) is not None
     if waits and not may_move(where):
         return None
     serve(module, "loss", _forward_by_kernel(own_class(module)))
     return Row(name, own_class(module).__name__, "loss", WAITS if waits else None, None)
-
-
-def _is_for_a_kernel(module: nn.Module) -> bool:
-    """True if the model makes its loss by transformers' next-token cross entropy, and is plain."""
-    if not isinstance(getattr(own_class(module), "loss_function", None), property):
-        return False
-    if not is_next_token_loss(module.loss_function) or why_replaced(module):
-        return False
-    return is_torchs_own(_CROSS_ENTROPY, F.__file__) and not why_partitioned(module)

@@ -45,8 +45,6 @@ KNOWN_PARTS = (
     {"input_linear", "output_linear"},
 )
 NAMED = ("silu", "gelu_tanh", "relu")  # activations that a forward may call by their name
-# leading sizes of x, model width, hidden width, and the size of the values
-CASES = (((2,), 5, 3, 1.0), ((1, 7), 16, 24, 100.0), ((3, 1, 2), 8, 40, 1e-3), ((65,), 96, 64, 1.0))
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MARK = torch.selu  # a stub's activation: no forward may call it, and it is neither odd nor even
 ROUNDINGS = 4  # the same operations in the same order; a library may yet sum in another one
@@ -88,15 +86,14 @@ def _form(module: nn.Module) -> Form:
     if facts.named:  # it is tried with its own widths
         key += tuple([features(part) for part in module._modules.values()])
     found = remembered(_found, key, _find, module, kind, facts)
-    for name in facts.rates:
-        if not isinstance(module.__dict__.get(name), (int, float)):
-            raise Refused(f"{name} is no number")
     return Form(kind, facts.pinned, tuple(values.items()), *found)
 
 
 def _read_directly(module: nn.Module, facts: Facts) -> set:
     """Products whose weights the forward reads: it may compute with them itself."""
-    return {name for name in facts.direct if features(module._modules[name])}
+    read, parts = facts.names.intersection(("weight", "bias")), module._modules
+    names = facts.parts.intersection(parts) if read else ()
+    return {n for n in names if features(parts[n]) and read.intersection(parts[n]._parameters)}
 
 
 def _sort(part: nn.Module) -> str:
@@ -185,13 +182,8 @@ def _why_another_formula(module, kind, facts: Facts, roles: Roles) -> Optional[s
 
 
 def _inputs(module, facts: Facts, roles: Roles) -> Iterator[Tuple[torch.Tensor, int]]:
-    """Inputs, each with the hidden width of the MLP that gets it: of each dtype and size, with
-    another one each time unless the code asks for the dtype."""
-    for (d, dtype), (i, case) in itertools.product(enumerate(DTYPES), enumerate(CASES)):
-        if BY_DTYPE in facts.names or (d + i) % 2 == 0:
-            shape, K, N, scale = case
-            yield (random(*shape, K, seed=20) * scale).to(dtype), N
-    for x in inputs_of(facts, DTYPES, 6, (2, 3)):
+    """Inputs, each with the hidden width of the MLP that gets it."""
+    for x in inputs_of(facts, DTYPES, 6, (2, 3, 4)):
         yield x, 4
     K, N = features(module._modules[roles.gate]) or (0, 0)
     if facts.named and 0 < K * N <= MOST_NUMBERS:  # of its own widths, too
@@ -272,9 +264,6 @@ def _why_not_parts(module: nn.Module, roles: Roles) -> Optional[str]:
 def _name_of(function: object) -> str:
     kind = type(function) if isinstance(function, nn.Module) else function
     name = getattr(kind, "__name__", repr(kind))
-    exact = name in ("GELU", "GELUActivation", "gelu") and _exact(function)
+    gelu = name in ("GELU", "GELUActivation", "gelu")
+    exact = gelu and getattr(function, "approximate", "none") == "none"
     return f"{name}, by erf" if exact else name
-
-
-def _exact(gelu: object) -> bool:
-    return getattr(gelu, "approximate", "none") == "none"

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..experts import ops_shared, ops_topk, reference
-from ..experts.api_topk import fused_topk
+from ..experts.ops_topk import TOPK
 from ..layers.pinned import Pinned
 from ..layers.plain import (
     PLAIN_TENSORS,
@@ -144,20 +144,7 @@ def _choose(
         return None
     logits = choice.logits(x, tensors)
     try:
-        weights, ids = fused_topk(
-            logits,
-            choice.top_k,
-            scoring=choice.scoring,
-            renormalize=choice.renormalize,
-            bias=bias,
-            scale=choice.scale,
-            dtype=choice.dtype or x.dtype,
-            n_group=choice.groups[0],
-            topk_group=choice.groups[1],
-            group_score=choice.groups[2],
-            eps=choice.eps,
-            rounds=choice.rounds,
-        )
+        weights, ids = TOPK((logits, bias), choice.options(x.dtype))
     except (TypeError, ValueError):  # what does not fit is its own forward's to take or refuse
         return None
     out, (first, second, third) = (logits, weights, ids), choice.order

@@ -40,6 +40,8 @@ class Kind(NamedTuple):
     find: Callable  # (module) -> None, or its layer, reason why it is left alone or None, and form
     home: ModuleType  # has the forward of a form, forward_of(form)
     operation: Optional[Tuple[str, str]] = None  # whose kernels it needs, if find has not asked
+    may_be: Optional[Callable] = None  # of a class: some module may be one; None: those with parts
+    by_torch: bool = False  # ours is the faster one in plain torch, too
 
 
 class Finding(NamedTuple):
@@ -82,12 +84,17 @@ def is_nothing(kind: type, with_parts: bool) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _kinds_of(kind: type, with_parts: bool) -> Tuple[Kind, ...]:
     """The kinds that modules of a class may be of, with parts or without."""
+    every = OF_MODULES.values()
+    return tuple([k for k in every if (k.may_be(kind) if k.may_be else with_parts)])
+
+
+def _is_norm(kind: type) -> bool:
     name = kind.__name__.lower()
-    gated = "rmsnorm" in name and "gated" in name
-    fits = {"norm": "norm" in name and not gated, "linear": is_fp8_linear(kind)}
-    fits["lora"] = is_lora(kind)
-    fits["experts"] = not kind.__module__.startswith("torch.")
-    return tuple([one for one in OF_MODULES.values() if fits.get(one.name, with_parts)])
+    return "norm" in name and not ("rmsnorm" in name and "gated" in name)
+
+
+def _is_not_torchs(kind: type) -> bool:
+    return not kind.__module__.startswith("torch.")
 
 
 def _by_trial(layer: str, form_of: Callable, may_be: Optional[Callable] = None) -> Callable:
@@ -120,21 +127,22 @@ def _attention(module: nn.Module) -> Optional[tuple]:
 
 _LAYER = _by_trial("DecoderLayer", layer_form, is_decoder_layer)
 _NORM = _by_trial("RMSNorm", norm_form)
+_SWIGLU, _RMS_NORM = swiglu.SWIGLU, (NORM, "rms_norm_fwd")
+_KDA, _GDN = ("kda.chunk", "kda_chunk_fwd"), ("gdn.chunk", "gdn_chunk_fwd")
+_ROPE = ATTENTION, "qk_norm_rope_fwd"
 OF_MODULES = {
     kind.name: kind
     for kind in (
-        Kind("mlp", "SwiGLUMLP", gated_mlp, swiglu, ("swiglu.forward", "swiglu_fwd")),
+        Kind("mlp", "SwiGLUMLP", gated_mlp, swiglu, _SWIGLU),
         # before gdn, whose layers have the parts of one that has its gate inside
-        Kind(
-            "kda", "KimiDeltaAttention", kimi_delta_attention, kda, ("kda.chunk", "kda_chunk_fwd")
-        ),
-        Kind("gdn", "GatedDeltaNet", gated_delta_net, gdn, ("gdn.chunk", "gdn_chunk_fwd")),
-        Kind("norm", "RMSNorm", _NORM, norm, (NORM, "rms_norm_fwd")),
-        Kind("attention", "Attention", _attention, attention, (ATTENTION, "qk_norm_rope_fwd")),
-        Kind("layer", "DecoderLayer", _LAYER, decoder, (NORM, "rms_norm_fwd")),
-        Kind("linear", "FP8Linear", fp8_linear, fp8, MULTIPLY),
-        Kind("lora", lora.LAYER, lora_linear, lora, (LORA, "lora_fwd")),
-        Kind("experts", "fused_topk", router_or_block, moe_blocks),
+        Kind("kda", "KimiDeltaAttention", kimi_delta_attention, kda, _KDA),
+        Kind("gdn", "GatedDeltaNet", gated_delta_net, gdn, _GDN, by_torch=True),
+        Kind("norm", "RMSNorm", _NORM, norm, _RMS_NORM, _is_norm),
+        Kind("attention", "Attention", _attention, attention, _ROPE),
+        Kind("layer", "DecoderLayer", _LAYER, decoder, _RMS_NORM),
+        Kind("linear", "FP8Linear", fp8_linear, fp8, MULTIPLY, is_fp8_linear),
+        Kind("lora", lora.LAYER, lora_linear, lora, (LORA, "lora_fwd"), is_lora),
+        Kind("experts", "fused_topk", router_or_block, moe_blocks, None, _is_not_torchs),
     )
 }
 KINDS = (*OF_MODULES, "loss")  # what kernelize can be asked for: `only` and `skip`
@@ -148,7 +156,6 @@ def replace(module: nn.Module, finding: Finding, replay: int) -> None:
     """
     latent = type(finding.form) is latent_attention.LatentForm
     home = latent_attention if latent else OF_MODULES[finding.kind].home
-    replay_rows = replay if finding.kind == "gdn" else 0
-    serve(module, finding.layer, home.forward_of(finding.form), replay_rows)
+    serve(module, finding.layer, home.forward_of(finding.form), replay)
     if finding.kind in ("mlp", "norm", "linear"):
         home.FORMS[type(module)] = finding.form

@@ -30,10 +30,9 @@ class Choice(NamedTuple):
     scale: float
     groups: Tuple[int, int, str]  # how many, of which experts may be chosen, and their score
 
-    @property
-    def options(self) -> TopkOptions:
-        """dtype: that of the weights, if it is not that of x."""
-        more = self.scoring, self.renormalize, self.scale, self.dtype or torch.float32
+    def options(self, dtype: torch.dtype) -> TopkOptions:
+        """Options of fused_topk for x of a dtype."""
+        more = self.scoring, self.renormalize, self.scale, self.dtype or dtype
         return TopkOptions(self.top_k, *more, *self.groups, self.eps, self.rounds)
 
     def logits(self, x: torch.Tensor, tensors) -> torch.Tensor:

@@ -148,7 +148,7 @@ def _tried(
         raise Refused("its choice is uncertain")
     x, names, tensors = next(c for c in _inputs(named, weights, dims[:1], []) if c[0].dtype == F32)
     rest = () if given is None else (names.pop(given, None),)
-    probe, options = probe_of(module, kind, None, names, training=True), found[0].options
+    probe, options = probe_of(module, kind, None, names, training=True), found[0].options(F32)
 
     def ours(x: torch.Tensor) -> tuple:
         logits = found[0].logits(x, tensors)
@@ -301,7 +301,7 @@ def _rows_alike(out: Outputs, bias, choice: Choice, x: torch.Tensor) -> Optional
     (logits, weights, ids, unsorted), K, E = out, choice.top_k, choice.shape[0]
     if weights.dtype != (choice.dtype or x.dtype) or ids.shape[1] != K:
         return None
-    wide, options = logits.double(), choice.options._replace(dtype=weights.dtype)
+    wide, options = logits.double(), choice.options(x.dtype)
     scores = wide.softmax(-1) if choice.scoring == "softmax" else wide.sigmoid()
     clear, rounds = True, options.rounds
     if rounds:

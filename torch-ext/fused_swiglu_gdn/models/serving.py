@@ -26,12 +26,10 @@ from torch import nn
 from .. import layers
 from ..decoding.watch import HOOK, PACKAGE
 from ..layers.own_code import CHECKPOINTS, peeled
-from ..layers.plain import Named, named_modules
+from ..layers.plain import Named, around_by_torch, named_modules
 from ..layers.tensor_parallel import around, own_of_shards
 from ..runtime import device, dispatch
 
-SPECIAL = ("__copy__", "__deepcopy__", "__getstate__", "__reduce__", "__reduce_ex__")
-BEFORE = "_experts_implementation_before"  # attribute of a module of experts that is served
 GRAPHS = "_training_graphs"  # of a layer, which a pickle has not
 SHARDED = "_forward_of_shards_before"  # and of one whose forward transformers has put around ours
 HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")  # that have the key
@@ -55,7 +53,7 @@ class Served:
 
     # no __deepcopy__: a wrapper that hands unknown names on, as PEFT's, would be copied by it
     def __reduce_ex__(self, protocol):
-        if _around(type(self)) is not None:
+        if around_by_torch(type(self)) is not None:
             return super().__reduce_ex__(protocol)  # pickle finds no such class, and says so
         return _Maker(type(self)), (own_class(self), object, None), _State(self)
 
@@ -119,23 +117,11 @@ def _served_class(own: type, layer: str, forward: Callable, replay_rows: int) ->
     return made
 
 
-def _around(kind: type) -> Optional[type]:
-    """Returns the class that torch.distributed has put before a module's class, as fully_shard
-    does, or None: it makes a subclass of the two."""
-    first, *others = kind.__bases__
-    return first if others and first.__module__.startswith("torch.distributed.") else None
-
-
-def is_sharded(kind: type) -> bool:
-    """True for a class of modules whose weights FSDP2 shards."""
-    return _around(kind) is not None
-
-
 @functools.lru_cache(maxsize=4096)
 def _own(kind: type) -> Tuple[type, bool]:
     """A class without what torch.distributed and serve() have put before it; whether the latter
     has."""
-    kind = kind if _around(kind) is None else kind.__bases__[1]
+    kind = kind if around_by_torch(kind) is None else kind.__bases__[1]
     served = kind.__bases__[0] is Served
     return (kind.__bases__[1] if served else kind), served
 
@@ -147,15 +133,14 @@ _wrapped: Dict[Tuple[type, type], type] = {}
 def _set_inner(module: nn.Module, inner: type) -> None:
     """Changes the module's class, but for what torch.distributed has put before it."""
     outer = type(module)
-    around = _around(outer) if len(outer.__bases__) > 1 else None
-    if around is not None:
-        _wrapped[around, outer.__bases__[1]] = outer
-        if (around, inner) not in _wrapped:
-            members = {
-                name: vars(outer)[name] for name in ("__module__", *SPECIAL) if name in vars(outer)
-            }
-            _wrapped[around, inner] = type(outer)(outer.__name__, (around, inner), members)
-        inner = _wrapped[around, inner]
+    shards = around_by_torch(outer)
+    if shards is not None:
+        _wrapped[shards, outer.__bases__[1]] = outer
+        if (shards, inner) not in _wrapped:
+            names = vars(outer).keys() & {"__module__", "__deepcopy__"}  # as fully_shard makes it
+            members = {name: vars(outer)[name] for name in names}
+            _wrapped[shards, inner] = type(outer)(outer.__name__, (shards, inner), members)
+        inner = _wrapped[shards, inner]
     object.__setattr__(module, "__class__", inner)  # nn.Module looks for parameters first
 
 
@@ -221,9 +206,8 @@ def why_not_on(where: torch.device, family: str, operation: str) -> Optional[str
 
 
 @functools.lru_cache(maxsize=256)
-def say_once(kind: str, implementation: str, reason: str) -> None:
-    """Logs that a module of experts is not computed by us."""
-    logger.warning("%s is computed by transformers' %s: %s", kind, implementation, reason)
+def say_once(message: str) -> None:
+    logger.warning("%s", message)
 
 
 def may_move(where: torch.device) -> bool:
@@ -234,15 +218,12 @@ def may_move(where: torch.device) -> bool:
 
 
 def why_replaced(module: nn.Module, shards: bool = False) -> Optional[str]:
-    """Returns a reason if the module was given another forward than its class's, or its class
-    forbids ours. shards: the one that transformers puts on sharded linears may be around it."""
+    """Returns a reason if the module was given another forward than its class's. shards: the one
+    that transformers puts on sharded linears may be around it."""
     package = getattr(type(module), "serving_package", PACKAGE)
     if package != PACKAGE:
         return f"its forward is replaced already, by {package}"
     own = own_class(module)
-    for name in SPECIAL:
-        if getattr(own, name, None) is not getattr(nn.Module, name, None):
-            return f"its class is copied and pickled in a way of its own ({name})"
     bound = module.__dict__.get("forward")
     if bound is None or _is_of_a_layer(bound):
         return None
@@ -268,11 +249,13 @@ def as_gathered(modules: Named) -> Iterator[None]:
     Replaced layers check their weights at every call, so one that stays sharded in the forward (as
     with tensor parallelism below FSDP2) runs the module's own forward.
     """
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
     kept, stand_ins = [], {}
-    for module in _below_fsdp(modules):
-        for name, x in module._parameters.items():
-            if _gathered_in_forward(x):
-                kept.append((module, name, x))
+    for root in [module for _, module in modules if isinstance(module, fsdp)]:
+        for _, module in named_modules(root):
+            for name, x in module._parameters.items():
+                if _gathered_in_forward(x):
+                    kept.append((module, name, x))
     try:
         for module, name, x in kept:
             module._parameters[name] = _stand_in(x, stand_ins)
@@ -280,17 +263,6 @@ def as_gathered(modules: Named) -> Iterator[None]:
     finally:
         for module, name, x in kept:
             module._parameters[name] = x
-
-
-def _below_fsdp(modules: Named) -> Iterator[nn.Module]:
-    """Yields modules on which fully_shard was called, and the modules inside them."""
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    if kind is None:
-        return
-    for _, module in modules:
-        if isinstance(module, kind):
-            for _, inside in named_modules(module):
-                yield inside
 
 
 def _gathered_in_forward(x: object) -> bool:
@@ -316,10 +288,6 @@ def _stand_in(x: torch.Tensor, known: Dict[int, torch.Tensor]) -> torch.Tensor:
 
 def why_partitioned(module: nn.Module) -> Optional[str]:
     """Reason if its weights are elsewhere until a hook of DeepSpeed gathers them, or None."""
-    parts = [module]
-    for part in parts:  # appended to while iterating
-        for x in part._parameters.values():
-            if hasattr(x, "ds_id"):
-                return "is partitioned by ZeRO-3"
-        parts += filter(None, part._modules.values())
+    if "deepspeed" in sys.modules and any([hasattr(x, "ds_id") for x in module.parameters()]):
+        return "is partitioned by ZeRO-3"
     return None

@@ -275,7 +275,8 @@ class Block:
             read_by(args[0] if args else None, self.name)
         else:  # nobody knows yet which of the arguments is the input
             place, more, x = None, (), random(5, 4, 16)
-        a, b = (random(x.shape[-1], seed=self.seed + i, dtype=x.dtype) for i in (0, 1))
+        a = random(x.shape[-1], seed=self.seed, dtype=x.dtype)
+        b = random(x.shape[-1], seed=self.seed + 1, dtype=x.dtype)
         y = torch.tanh(x * a + b)
         y = y.flatten(0, -2) if self.name == self.trial.flat else y
         count = 1 if self.is_norm else next(self.trial.counts)

@@ -6,7 +6,6 @@ are asked anew, and where one fails the layer runs as it is.
 """
 
 import functools
-import logging
 import sys
 import threading
 import weakref
@@ -23,7 +22,7 @@ from ..runtime import dispatch
 from .layer_call import Eager, device_of, key_of
 from .layer_step import LayerStep
 from .report import Row
-from .serving import GRAPHS, is_served, may_move, own_class, serve, why_replaced
+from .serving import GRAPHS, is_served, may_move, own_class, say_once, serve, why_replaced
 
 LAYER = "DecoderLayer"  # what decoder layers are served as
 WARM = 2  # calls of a shape in a row before it is captured
@@ -31,12 +30,9 @@ PAYS = 32  # replays that pay for a capture, with room to spare
 WASTED = 3  # captures that may be in vain
 HOOKS = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
-logger = logging.getLogger(__name__)
 
-
-@functools.lru_cache(maxsize=256)
-def _say_once(kind: str, reason: str) -> None:
-    logger.warning("%s trains without a CUDA graph: %s", kind, reason)
+def _say(layer: nn.Module, reason: str) -> None:
+    say_once(f"{type(layer).__name__} trains without a CUDA graph: {reason}")
 
 
 class LayerGraphs:
@@ -79,7 +75,7 @@ class LayerGraphs:
             key = key_of((args, kwargs), tensors)
             device = device_of(tensors)
         except Eager as why:
-            _say_once(type(layer).__name__, str(why))
+            _say(layer, str(why))
             return None, None, tensors
         if Graph.why_not(device) is not None or Graph.busy():
             return None, None, tensors
@@ -108,7 +104,7 @@ class LayerGraphs:
                 cause = error.__context__ or error  # the end of a capture fails after its cause
                 self.reason = str(cause).partition("\n")[0] or type(cause).__name__
         if self.reason is not None:
-            _say_once(type(layer).__name__, self.reason)
+            _say(layer, self.reason)
         self.key, self.met = self.next, 0
         return self.step
 
