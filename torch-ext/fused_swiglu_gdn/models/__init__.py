@@ -8,8 +8,8 @@ ours. The files by what they are for:
 - trials: trial (what is tried and compared), stand_ins, opaque and handed (stubs), gradients
 - kinds of modules: mlp; norm_trial; attention_trial, attention_learning; latent_trial; layer_trial;
   gated_delta_net, gdn_trial, kimi_delta_attention, kda_trial, delta_layers, delta_trial;
-  moe_blocks, router_trial, router_choice; experts, experts_trial; fp8_linear, fp8_experts; lora;
-  formats
+  moe_blocks, router_trial, router_choice; experts, experts_trial, experts_before; fp8_linear,
+  fp8_experts; lora; formats
 - whole models: loss, fused_loss, context_attention, mtp; training_graphs, layer_step, layer_call
 - for people: report, releases, hub
 """

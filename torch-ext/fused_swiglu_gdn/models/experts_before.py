@@ -1,4 +1,4 @@
-"""What computes the calls of modules of experts that ours does not serve."""
+"""The implementation of experts before ours, for the calls that ours does not serve."""
 
 import inspect
 from typing import Callable, Dict, Optional
