@@ -170,7 +170,7 @@ BAD = [
     (vk, dict(o=wanted(2, 8, 4, 5)), GRADIENT("o")),
     (cached, dict(q=wanted(2, 3, 4, 16)), "q must not require a gradient where caches are given"),
     (cached, dict(key_cache=wanted(2, 2, 9, 16)), GRADIENT("key_cache")),
-    (turned, dict(q=wanted(2, 3, 4, 12)), "q must not require a gradient, for q is written"),
+    (turned, dict(q=wanted(2, 3, 4, 12)), "q must not require a gradient as q is written"),
     # the functions of aiter
     (vk, dict(initial_state=ONES(3, 4, 5, 6), initial_state_indices=ints(0, 3)),
      "initial_state_indices must be below the 3 rows"),

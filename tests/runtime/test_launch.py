@@ -311,7 +311,8 @@ def test_named():
     class Interpreted:
         arg_names = ("x_ptr", "N", "A", "B")
 
-    assert launches().named(Interpreted, B=2, num_warps=4, A=1) == ((1, 2), (("num_warps", 4),))
+    one = launches().Launch(Interpreted, 2, torch.device("cpu"), B=2, num_warps=4, A=1)
+    assert one.constexprs == (1, 2) and one.options[1:] == (("num_warps", 4),)
 
 
 # ---- watching

@@ -15,10 +15,7 @@ ROTARY = ("halves", "pairs", "pairs_to_halves")
 
 
 def _tables(cos, sin, interleaved, q, sizes) -> None:
-    if (cos is None) != (sin is None):
-        given, missing = ("cos", "sin") if sin is None else ("sin", "cos")
-        raise ValueError(f"{missing} must be given where {given} is, got None")
-    if cos is None:
+    if not _all_or_none({"cos": cos, "sin": sin}):
         return
     checks.is_tensor("cos", cos)
     dims = "N T R"
@@ -49,19 +46,6 @@ def _tables_agree(cos, sin, sizes) -> None:
         raise ValueError(f"cos must have batch {sizes['B']}, as q, or 1, got {sizes['N']}")
 
 
-def _caches(q, v, key_cache, value_cache, cache_position, sizes) -> None:
-    written = {
-        "v": v, "key_cache": key_cache, "value_cache": value_cache,
-        "cache_position": cache_position,
-    }  # fmt: skip
-    if not _all_or_none(written):
-        return
-    checks.has_shape("v", v, "B T HK DV", sizes)
-    checks.has_shape("key_cache", key_cache, "B HK S D", sizes)
-    checks.has_shape("value_cache", value_cache, "B HK S DV", sizes)
-    _position_and_slots(q, written, sizes)
-
-
 def _all_or_none(written: dict) -> bool:
     """Checks that all of these arguments are given, or none; whether they are."""
     missing = [name for name, x in written.items() if x is None]
@@ -71,9 +55,14 @@ def _all_or_none(written: dict) -> bool:
     return not missing
 
 
-def _position_and_slots(q, written: dict, sizes) -> None:
-    """Checks a cache that is written, the position among `written`."""
-    cache_position = written["cache_position"]
+def _caches(q, written: dict, cache_position, sizes) -> None:
+    """Checks what is written to a cache and the cache, tensors with their shapes, and where."""
+    tensors = {name: x for name, (x, _) in written.items()}
+    every = {**tensors, "cache_position": cache_position}
+    if not _all_or_none(every):
+        return
+    for name, (x, dims) in written.items():
+        checks.has_shape(name, x, dims, sizes)
     checks.is_tensor("cache_position", cache_position)
     if cache_position.ndim:
         raise ValueError(
@@ -81,19 +70,28 @@ def _position_and_slots(q, written: dict, sizes) -> None:
             f"got one of shape {list(cache_position.shape)}"
         )
     checks.has_dtype("cache_position", cache_position, checks.INDICES)
-    for name, x in written.items():
-        if name != "cache_position":
-            checks.is_floating(name, x)
-    for name, x in written.items():
+    for name, x in tensors.items():
+        checks.is_floating(name, x)
+    for name, x in every.items():
         checks.same_device(name, x, "q", q)
-    caches = [name for name in written if name.endswith("_cache")]
+    caches = [name for name in tensors if name.endswith("_cache")]
     for name in caches:
-        checks.has_memory(name, written[name])
+        checks.has_memory(name, tensors[name])
     if sizes["T"] > sizes["S"]:
         raise ValueError(
             f"{caches[0]} must have at least {sizes['T']} slots, one for each token, "
             f"got {sizes['S']}"
         )
+
+
+def _needs_no_gradient(call, why: str) -> None:
+    if not torch.is_grad_enabled():
+        return
+    for name, x in zip(call._fields, tensors_in(call)):
+        if x is not None and x.requires_grad:
+            raise ValueError(
+                f"{name} must not require a gradient {why}: call under torch.no_grad()"
+            )
 
 
 def fused_qk_norm_rope(call: calls.QkNormRope) -> calls.QkNormRope:
@@ -116,18 +114,13 @@ def fused_qk_norm_rope(call: calls.QkNormRope) -> calls.QkNormRope:
         width = "D" if norm == "head" else f"{heads}*D"
         sizes[f"{heads}*D"] = sizes[heads] * sizes["D"]
         checks.has_form(name, weight, width, sizes, "q", q)
-    _caches(q, v, key_cache, value_cache, cache_position, sizes)
-    if key_cache is not None and torch.is_grad_enabled():
-        given = {
-            "q": q, "k": k, "v": v, "cos": cos, "sin": sin, "q_weight": q_weight,
-            "k_weight": k_weight, "key_cache": key_cache, "value_cache": value_cache,
-        }  # fmt: skip
-        for name, x in given.items():
-            if x is not None and x.requires_grad:
-                raise ValueError(
-                    f"{name} must not require a gradient where caches are given, which are written "
-                    "in place: call under torch.no_grad()"
-                )
+    written = {
+        "v": (v, "B T HK DV"), "key_cache": (key_cache, "B HK S D"),
+        "value_cache": (value_cache, "B HK S DV"),
+    }  # fmt: skip
+    _caches(q, written, cache_position, sizes)
+    if key_cache is not None:
+        _needs_no_gradient(call, "where caches are given, which are written in place")
     _holds_cache_position(cache_position, k, key_cache)
     flags = norm == "all", bool(interleaved)
     return calls.QkNormRope(*tensors, calls.QkOptions(float(eps), float(offset), *flags))
@@ -263,10 +256,7 @@ def fused_latent_norm_rope(call: calls.LatentNormRope) -> calls.LatentNormRope:
             f"kv must have {sizes['C']} channels, as weight, and up to {sizes['N+R']} rotary ones, "
             f"got {sizes['C+R']}"
         )
-    if (cos is None) != (sin is None):
-        given, missing = ("cos", "sin") if sin is None else ("sin", "cos")
-        raise ValueError(f"{missing} must be given where {given} is, got None")
-    if cos is not None:
+    if _all_or_none({"cos": cos, "sin": sin}):
         if R % 2:
             raise ValueError(f"kv must have an even number of rotary channels, got {R}")
         sizes["R/2"] = R // 2
@@ -275,26 +265,11 @@ def fused_latent_norm_rope(call: calls.LatentNormRope) -> calls.LatentNormRope:
             checks.has_form(name, table, dims, sizes, "q", q)
         _tables_agree(cos, sin, sizes)
     checks.has_memory("q", q)
-    _latent_caches(q, latent_cache, rotated_cache, cache_position, sizes)
-    if torch.is_grad_enabled():
-        for name, x in zip(call._fields, tensors):
-            if x is not None and x.requires_grad:
-                raise ValueError(
-                    f"{name} must not require a gradient, for q is written in place: call under "
-                    "torch.no_grad()"
-                )
-    if cache_position is not None:
-        _holds_cache_position(cache_position, q, latent_cache)
-    return calls.LatentNormRope(*tensors, calls.LatentRopeOptions(float(eps), rotary))
-
-
-def _latent_caches(q, latent_cache, rotated_cache, cache_position, sizes) -> None:
     written = {
-        "latent_cache": latent_cache, "rotated_cache": rotated_cache,
-        "cache_position": cache_position,
-    }  # fmt: skip
-    if not _all_or_none(written):
-        return
-    checks.has_shape("latent_cache", latent_cache, "B 1 S C", sizes)
-    checks.has_shape("rotated_cache", rotated_cache, "B 1 S R", sizes)
-    _position_and_slots(q, written, sizes)
+        "latent_cache": (latent_cache, "B 1 S C"),
+        "rotated_cache": (rotated_cache, "B 1 S R"),
+    }
+    _caches(q, written, cache_position, sizes)
+    _needs_no_gradient(call, "as q is written in place")
+    _holds_cache_position(cache_position, q, latent_cache)
+    return calls.LatentNormRope(*tensors, calls.LatentRopeOptions(float(eps), rotary))

@@ -36,7 +36,7 @@ KVCACHE_ATTENTION = Operation(
 )  # fmt: skip
 
 
-def _of_latents(call: calls.LatentAttention):
+def _of_latents(call):  # LatentAttention or LatentStep
     B, T, H, _ = call.q.shape
     return call.q.new_empty(B, T, H, call.weight.shape[0] // H - call.options.nope)
 
@@ -62,13 +62,8 @@ LATENTS_TO_CACHE = Operation(
 )  # fmt: skip
 
 
-def _of_step(call: calls.LatentStep):
-    B, T, H, _ = call.q.shape
-    return call.q.new_empty(B, T, H, call.weight.shape[0] // H - call.options.nope)
-
-
 LATENT_STEP = Operation(  # for layers; not part of the API
-    "attention.latent_step", "latent_step", calls.LatentStep, reference, fake=_of_step,
+    "attention.latent_step", "latent_step", calls.LatentStep, reference, fake=_of_latents,
     check=lambda call: call._replace(options=calls.LatentStepOptions(*call.options)),
     aligned=("latents", "rotated"), written=("latents", "rotated", "length"),
 )  # fmt: skip

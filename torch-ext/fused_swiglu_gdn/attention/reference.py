@@ -88,6 +88,28 @@ def sigmoid_gate_quantise_fwd(x: Tensor, gate: Tensor) -> Quantised:  # [B, T, H
     return quantise_fwd(sigmoid_gate_fwd(x, gate).flatten(0, 1).flatten(1))
 
 
+def _slots(cache_seqlens: Optional[Tensor], S: int, where: torch.device) -> Tuple[Tensor, Tensor]:
+    """The slots [S], and how many of them are filled, [B or 1, 1, 1, 1]."""
+    slots = torch.arange(S, device=where)
+    filled = slots[:1] + S if cache_seqlens is None else cache_seqlens
+    return slots, filled.reshape(-1, 1, 1, 1)
+
+
+def _seen(filled: Tensor, mask: Optional[Tensor]) -> Tensor:
+    """Which slots are attended to, of those that are filled."""
+    if mask is None:
+        return filled
+    return filled & (mask if mask.dtype == torch.bool else mask > -torch.inf)
+
+
+def _softmax(scores: Tensor, seen: Tensor, mask: Optional[Tensor]) -> Tensor:
+    """The weights of the slots: softmax(scores + mask); 0 where no slot is attended."""
+    if mask is not None and mask.dtype != torch.bool:
+        scores = scores + at_least_fp32(mask)
+    scores, none = scores.masked_fill(~seen, -torch.inf), ~seen.any(-1, keepdim=True)
+    return scores.masked_fill(none, 0.0).softmax(-1).masked_fill(none, 0.0)
+
+
 def kvcache_attention(
     q: Tensor,  # [B, 1, HQ, D]
     k_cache: Tensor,  # [B, HK, S, D]
@@ -98,18 +120,11 @@ def kvcache_attention(
 ) -> Tensor:  # [B, 1, HQ, D]
     """softmax(q k^T scale + mask) v over the filled slots, in fp32; 0 where no slot is attended."""
     (B, _, HQ, D), (HK, S) = q.shape, k_cache.shape[1:3]
-    slots = torch.arange(S, device=q.device)
-    filled = slots[:1] + S if cache_seqlens is None else cache_seqlens
-    seen = (slots < filled.reshape(-1, 1)).view(-1, 1, 1, S)
-    if mask is not None:
-        seen = seen & (mask if mask.dtype == torch.bool else mask > -torch.inf)
+    slots, filled = _slots(cache_seqlens, S, q.device)
+    seen = _seen(slots < filled, mask)
     heads = at_least_fp32(q).view(B, HK, HQ // HK, D)
     scores = heads @ at_least_fp32(k_cache).mT * scale  # [B, HK, HQ / HK, S]
-    if mask is not None and mask.dtype != torch.bool:
-        scores = scores + at_least_fp32(mask)
-    scores = scores.masked_fill(~seen, -torch.inf)
-    some = seen.any(-1, keepdim=True)
-    weights = scores.masked_fill(~some, 0.0).softmax(-1).masked_fill(~some, 0.0)
+    weights = _softmax(scores, seen, mask)
     # slots that are not attended may hold anything
     values = at_least_fp32(v_cache).masked_fill(~seen.view(-1, 1, S, 1), 0.0)
     return (weights @ values.to(weights.dtype)).view(B, 1, HQ, D).to(q.dtype)
@@ -141,25 +156,16 @@ def latent_attention(
         .view(H, -1, latents.shape[3])
         .split([nope, weight.shape[0] // H - nope], 1)
     )
-    slots = torch.arange(S, device=q.device)
-    filled = slots[:1] + S if cache_seqlens is None else cache_seqlens
-    filled = filled.reshape(-1, 1, 1, 1)  # [B or 1, 1, 1, 1]
-    seen = slots < filled
+    slots, filled = _slots(cache_seqlens, S, q.device)
     if mask is None:
-        seen = seen & (slots <= filled - T + torch.arange(T, device=q.device).view(T, 1))
-    else:
-        seen = seen & (mask if mask.dtype == torch.bool else mask > -torch.inf)
+        mask = slots <= filled - T + torch.arange(T, device=q.device).view(T, 1)
+    seen = _seen(slots < filled, mask)
     # slots that no token attends to may hold anything
     kept = seen.any(2).expand(B, 1, S).unsqueeze(-1)
     c, r = (at_least_fp32(x).masked_fill(~kept, 0.0) for x in (latents, rotated))
     wide = at_least_fp32(q).transpose(1, 2)  # [B, H, T, N + R]
     scores = (wide[..., :nope] @ keys) @ c.mT + wide[..., nope:] @ r.mT
-    scores = scores * scale
-    if mask is not None and mask.dtype != torch.bool:
-        scores = scores + at_least_fp32(mask)
-    scores = scores.masked_fill(~seen, -torch.inf)
-    some = seen.any(-1, keepdim=True)
-    weights = scores.masked_fill(~some, 0.0).softmax(-1).masked_fill(~some, 0.0)
+    weights = _softmax(scores * scale, seen, mask)
     y = (weights @ c.to(weights.dtype)) @ values.mT.to(weights.dtype)
     return y.transpose(1, 2).to(q.dtype).contiguous()
 

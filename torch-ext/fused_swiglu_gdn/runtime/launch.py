@@ -14,7 +14,7 @@ boxes of tensor maps. It is computed from the arguments of each call.
 import contextlib
 import operator
 import threading
-from typing import Any, Callable, Dict, Iterator, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, Optional, Union
 
 import torch
 
@@ -69,15 +69,6 @@ def by_alignment(make: Callable, call, *places: int) -> Callable:
     return run
 
 
-def named(kernel, **values) -> Tuple[tuple, tuple]:
-    """Splits values by name into (constexprs in the kernel's order, options).
-
-    Names that are not parameters of the kernel are options, such as num_warps.
-    """
-    constexprs = tuple([values.pop(name) for name in kernel.arg_names if name in values])
-    return constexprs, tuple(values.items())
-
-
 def kind_of(number) -> Any:
     """Specialisation key of a scalar or a tuple of them, at least as fine as Triton's."""
     if number.__class__ is int:
@@ -104,7 +95,8 @@ class Launch:
 
     maps: a Map, or None, for each of the first tensors. numbers: the scalars. options:
     ("num_warps", 4) and the like. guarded: the caller has found this Launch in a CallCache by the
-    tensors' facts, so that their dtypes need no second check; addresses still do.
+    tensors' facts, so that their dtypes need no second check; addresses still do. named: constexprs
+    by the names of the kernel's parameters, and options by theirs.
     """
 
     __slots__ = (
@@ -115,7 +107,11 @@ class Launch:
     def __init__(
         self, kernel, grid: Union[int, tuple], device: torch.device, *, maps: tuple = (),
         numbers: tuple = (), constexprs: tuple = (), options: tuple = (), guarded: bool = False,
+        **named: Any,
     ):  # fmt: skip
+        if named:
+            constexprs = tuple([named.pop(name) for name in kernel.arg_names if name in named])
+            options = tuple(named.items())
         self.kernel, self.device, self.index, self.maps = kernel, device, device.index, maps
         self.grid = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
         self.numbers, self.constexprs = numbers, constexprs

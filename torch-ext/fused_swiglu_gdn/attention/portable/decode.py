@@ -20,7 +20,7 @@ from ...runtime import device, tuning
 from ...runtime.cache import keep
 from ...runtime.copies import contiguous_like, on_copies
 from ...runtime.dtypes import HALF
-from ...runtime.launch import Launch, kind_of, named
+from ...runtime.launch import Launch, kind_of
 from ...runtime.ops import dense
 from ...runtime.sizes import next_power_of_2
 from ..call import KvCacheAttention
@@ -228,27 +228,20 @@ class _Launches:
         HQ, HK, D, BLOCK_G = self.heads
         pdl = device.overlaps_launches(self.device) and splits > 1
         block = next_power_of_2(D)
-        constexprs, options = named(
-            _kvcache_attention_kernel, HQ=HQ, HK=HK, D=D, SPLITS=splits, BLOCK_G=BLOCK_G,
-            BLOCK_N=self.block, BLOCK_D=block, PDL=pdl, num_warps=self.warps,
-            num_stages=self.stages,
-        )  # fmt: skip
         split = Launch(
             _kvcache_attention_kernel, self.programs * splits, self.device, numbers=numbers,
-            constexprs=constexprs, options=options, guarded=True,
+            guarded=True, HQ=HQ, HK=HK, D=D, SPLITS=splits, BLOCK_G=BLOCK_G, BLOCK_N=self.block,
+            BLOCK_D=block, PDL=pdl, num_warps=self.warps, num_stages=self.stages,
         )  # fmt: skip
         if splits == 1:
             return split, None, 0
         early = {"launch_pdl": True} if pdl else {}
         width = {} if self.padded else {"D": D, "BLOCK_D": block}
         kernel = combine_quantise_kernel if self.padded else combine_kernel
-        constexprs, options = named(
-            kernel, ROWS=HQ, NEW=0, PARTS=next_power_of_2(splits), BLOCK_N=self.block, PDL=pdl,
-            num_warps=8 if D > 128 else 4, **width, **early,
-        )  # fmt: skip
         combine = Launch(
             kernel, self.rows, self.device,
-            numbers=(self.step, self.B, numbers[6], splits, *self.padded),
-            constexprs=constexprs, options=options, guarded=True,
+            numbers=(self.step, self.B, numbers[6], splits, *self.padded), guarded=True, ROWS=HQ,
+            NEW=0, PARTS=next_power_of_2(splits), BLOCK_N=self.block, PDL=pdl,
+            num_warps=8 if D > 128 else 4, **width, **early,
         )  # fmt: skip
         return split, combine, self.rows * splits * (D + 2)

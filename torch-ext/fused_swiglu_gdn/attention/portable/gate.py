@@ -12,7 +12,7 @@ import triton.language as tl
 from ...runtime import device, tuning
 from ...runtime.copies import contiguous_like, on_copies
 from ...runtime.dtypes import served
-from ...runtime.launch import Launch, named
+from ...runtime.launch import Launch
 from ...runtime.ops import contiguous
 from ...runtime.sizes import next_power_of_2
 from ..call import SigmoidGate, SigmoidGradient
@@ -97,15 +97,11 @@ def _launch(*tensors: torch.Tensor) -> Launch:
     BLOCK_N = min(next_power_of_2(max(N, 1)), config["BLOCK"])
     BLOCK_M = config["BLOCK"] // BLOCK_N
     columns = -(-N // BLOCK_N)
-    constexprs, options = named(
-        _sigmoid_gate_kernel, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, num_warps=config["num_warps"],
-        PDL=device.overlaps_launches(x.device),
-    )  # fmt: skip
     strides = [tuple(each) for each in strides] + [(0, 0, 0)] * (3 - len(tensors))
     return Launch(
         _sigmoid_gate_kernel, -(-M // BLOCK_M) * columns, x.device,
-        numbers=(*strides, M, middle, inner, N, columns), constexprs=constexprs, options=options,
-        guarded=True,
+        numbers=(*strides, M, middle, inner, N, columns), guarded=True, BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N, num_warps=config["num_warps"], PDL=device.overlaps_launches(x.device),
     )  # fmt: skip
 
 

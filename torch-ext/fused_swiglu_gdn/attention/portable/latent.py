@@ -13,7 +13,7 @@ from ...runtime import device, tuning
 from ...runtime.cache import keep
 from ...runtime.copies import on_copies
 from ...runtime.dtypes import HALF
-from ...runtime.launch import Launch, kind_of, named
+from ...runtime.launch import Launch, kind_of
 from ...runtime.sizes import next_power_of_2
 from ..call import LatentAttention, reads_fp8, rows_at_once
 from .latent_kernels import (
@@ -174,11 +174,10 @@ class Launches:
         self.made: dict = {}  # by the parts' constexpr and the kinds of what varies
 
     def launch(self, kernel, programs: int, numbers: tuple, maps: tuple = (), **values) -> Launch:
-        constexprs, options = named(kernel, **{"num_warps": 4, **self.early, **values})
+        values = {"num_warps": 4, **self.early, **values}
         return Launch(
-            kernel, programs, self.device, maps=maps, numbers=numbers, constexprs=constexprs,
-            options=options, guarded=True,
-        )  # fmt: skip
+            kernel, programs, self.device, maps=maps, numbers=numbers, guarded=True, **values
+        )
 
     def at(self, q, latents, rotated, weight, weight_scale, cache_seqlens, mask) -> tuple:
         """(launch over the parts, function that makes y of them, elements of the parts)."""

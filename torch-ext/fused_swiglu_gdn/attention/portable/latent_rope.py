@@ -5,15 +5,16 @@ Sizes: B rows, T tokens, H heads, C latent and R rotary channels, P = R / 2, N c
 without rotary embedding, S slots.
 """
 
-from typing import Callable, Optional
+from typing import Callable, Optional, Tuple
 
+import torch
 import triton
 import triton.language as tl
 
 from ...runtime import device
 from ...runtime.copies import on_copies
 from ...runtime.dtypes import served
-from ...runtime.launch import Launch, named
+from ...runtime.launch import Launch
 from ...runtime.primitives import after_predecessor
 from ...runtime.sizes import next_power_of_2
 from ..call import LatentNormRope
@@ -149,6 +150,11 @@ def _latent_norm_rope_kernel(
         )  # fmt: skip
 
 
+def turn_steps(cos: Optional[torch.Tensor]) -> Tuple[int, int, int]:
+    """Strides of B, T and channels in the tables."""
+    return (0, 0, 0) if cos is None else (cos.stride(0) if len(cos) > 1 else 0, *cos.stride()[1:])
+
+
 def prepare_latent_norm_rope(call: LatentNormRope) -> Optional[Callable]:
     """A function of the call's tensors -> (latents [B, 1, T, C], rotated [B, 1, T, R])."""
     q, kv, weight, cos, sin, latent_cache, rotated_cache, cache_position, options = call
@@ -168,24 +174,19 @@ def prepare_latent_norm_rope(call: LatentNormRope) -> Optional[Callable]:
             return q, kv.contiguous(), weight.contiguous(), cos, sin, *more
 
         return on_copies(prepare_latent_norm_rope, call, copied)
-    turn = (0, 0, 0)
-    if cos is not None:
-        turn = (cos.stride(0) if cos.shape[0] > 1 else 0, *cos.stride()[1:])
     pdl = device.overlaps_launches(q.device)
     cached = [(0, 0) if x is None else (x.stride(0), x.stride(2)) for x in caches]
     S = 0 if latent_cache is None else latent_cache.shape[2]
-    numbers = (q.stride()[:3], kv.stride()[:2], turn, *cached, T, S, options.eps)
-    constexprs, launched = named(
-        _latent_norm_rope_kernel, H=H, N=D - R, C=C, P=R // 2,
-        FROM_PAIRS=options.rotary != "halves", TO_PAIRS=options.rotary == "pairs",
-        BLOCK_H=min(BLOCK_H, next_power_of_2(H)), BLOCK_C=next_power_of_2(C),
+    numbers = (
+        q.stride()[:3], kv.stride()[:2], turn_steps(cos), *cached, T, S, options.eps
+    )  # fmt: skip
+    heads = min(BLOCK_H, next_power_of_2(H))
+    kernel = Launch(
+        _latent_norm_rope_kernel, B * T * (1 + -(-H // heads)), q.device, numbers=numbers,
+        guarded=True, H=H, N=D - R, C=C, P=R // 2, FROM_PAIRS=options.rotary != "halves",
+        TO_PAIRS=options.rotary == "pairs", BLOCK_H=heads, BLOCK_C=next_power_of_2(C),
         BLOCK_P=next_power_of_2(R // 2), PDL=pdl, num_warps=4,
         **({"launch_pdl": True} if pdl else {}),
-    )  # fmt: skip
-    blocks = 1 + -(-H // min(BLOCK_H, next_power_of_2(H)))
-    kernel = Launch(
-        _latent_norm_rope_kernel, B * T * blocks, q.device, numbers=numbers, constexprs=constexprs,
-        options=launched, guarded=True,
     )  # fmt: skip
 
     def run(*tensors):

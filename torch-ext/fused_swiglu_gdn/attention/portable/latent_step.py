@@ -16,7 +16,7 @@ from ...runtime.primitives import after_predecessor
 from ..call import LatentAttention, LatentOptions, LatentStep
 from .latent import Launches, form_of, takes, token_step
 from .latent_kernels import absorbed
-from .latent_rope import write_latent
+from .latent_rope import turn_steps, write_latent
 
 
 @triton.jit(do_not_specialize=["M", "T", "S"])
@@ -86,13 +86,10 @@ def prepared(call: LatentStep, form_of: Callable) -> Optional[Callable]:
     launches = Launches(attention, form_of(attention), new=q.shape[1])
     B, T, H, V = launches.shape
     attend, finish, size = launches.at(*attention.tensors)
-    turn = (0, 0, 0)
-    if cos is not None:
-        turn = (cos.stride(0) if cos.shape[0] > 1 else 0, *cos.stride()[1:])
     caches = ((x.stride(0), x.stride(2)) for x in (latents, rotated))
     absorb = launches.launch(
         _absorb_step_kernel, B * T + launches.programs,
-        (B * T, T, latents.shape[2], step, kv.stride()[:2], turn, *caches, eps),
+        (B * T, T, latents.shape[2], step, kv.stride()[:2], turn_steps(cos), *caches, eps),
         FROM_PAIRS=rotary != "halves", TO_PAIRS=rotary == "pairs", **launches.sizes,
         **launches.tiles,
     )  # fmt: skip

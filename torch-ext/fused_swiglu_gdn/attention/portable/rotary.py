@@ -18,7 +18,7 @@ import triton.language as tl
 from ...runtime import tuning
 from ...runtime.copies import contiguous_like, on_copies
 from ...runtime.dtypes import served
-from ...runtime.launch import Launch, named, steps
+from ...runtime.launch import Launch, steps
 from ...runtime.ops import contiguous, dense
 from ...runtime.sizes import next_power_of_2
 from ..call import QkNormRope
@@ -238,15 +238,11 @@ def prepare_qk_norm_rope_fwd(call: QkNormRope) -> Optional[Callable]:
         *(none if x is None else x.stride()[:3] for x in (call.key_cache, call.value_cache)),
         T, 0 if v is None else call.key_cache.shape[2], float(options.eps), float(options.offset),
     )  # fmt: skip
-    constexprs, launched = named(
-        _qk_norm_rope_kernel, HQ=HQ, HK=HK, DV=DV, WHOLE=options.whole, BLOCK_Q=BLOCK_Q,
-        BLOCK_K=BLOCK_K, BLOCK_V=next_power_of_2(max(DV, 1)),
-        num_warps=config["num_warps"], **parts,
-    )  # fmt: skip
     blocks = -(-HQ // BLOCK_Q) + (1 if v is None else 2) * -(-HK // BLOCK_K)
     kernel = Launch(
-        _qk_norm_rope_kernel, B * T * blocks, q.device, numbers=numbers, constexprs=constexprs,
-        options=launched, guarded=True,
+        _qk_norm_rope_kernel, B * T * blocks, q.device, numbers=numbers, guarded=True, HQ=HQ, HK=HK,
+        DV=DV, WHOLE=options.whole, BLOCK_Q=BLOCK_Q, BLOCK_K=BLOCK_K,
+        BLOCK_V=next_power_of_2(max(DV, 1)), num_warps=config["num_warps"], **parts,
     )  # fmt: skip
     make_q, make_k = contiguous_like(q), contiguous_like(k)
 

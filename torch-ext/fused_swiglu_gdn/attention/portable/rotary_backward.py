@@ -16,7 +16,7 @@ import triton.language as tl
 
 from ...runtime.copies import contiguous_like
 from ...runtime.dtypes import served
-from ...runtime.launch import Launch, named, steps
+from ...runtime.launch import Launch, steps
 from ..call import QkGradient, QkNormRope
 from .heads import (
     load_heads,
@@ -153,15 +153,12 @@ def prepare_qk_norm_rope_bwd(call: QkGradient) -> Optional[Callable]:
     config = settings("portable_qk_norm_rope_bwd", dq, parts["U"], whole)
     BLOCK_Q, BLOCK_K = head_tiles(config, D, whole, HQ, HK)
     groups, Q, K = -(-B * T // config["TILES"]), -(-HQ // BLOCK_Q), -(-HK // BLOCK_K)
-    constexprs, launched = named(
-        _qk_norm_rope_bwd_kernel, HQ=HQ, HK=HK, WHOLE=whole, BLOCK_Q=BLOCK_Q,
-        BLOCK_K=BLOCK_K, TILES=config["TILES"], num_warps=config["num_warps"], **parts,
-    )  # fmt: skip
     strides = [(0, 0, 0) if x is None else steps(x) for x in (dq, dk, q, k)]
     numbers = (*strides, turn_steps(cos, B), B * T, T, options.eps, options.offset)
     kernel = Launch(
-        _qk_norm_rope_bwd_kernel, groups * (Q + K), dq.device, numbers=numbers,
-        constexprs=constexprs, options=launched, guarded=True,
+        _qk_norm_rope_bwd_kernel, groups * (Q + K), dq.device, numbers=numbers, guarded=True,
+        HQ=HQ, HK=HK, WHOLE=whole, BLOCK_Q=BLOCK_Q, BLOCK_K=BLOCK_K, TILES=config["TILES"],
+        num_warps=config["num_warps"], **parts,
     )  # fmt: skip
     make_q, make_k = contiguous_like(dq), contiguous_like(dk)
 

@@ -15,7 +15,7 @@ from ...gdn.chunks import count_sequences
 from ...runtime import device, tuning
 from ...runtime.copies import on_copies
 from ...runtime.dtypes import served
-from ...runtime.launch import Launch, named
+from ...runtime.launch import Launch
 from ...runtime.ops import dense
 from ...runtime.primitives import activate, sequence_bounds
 from ...runtime.sizes import cdiv
@@ -221,15 +221,11 @@ def _launch(call: Convolution, order: str, y: torch.Tensor) -> Launch:
     N = count_sequences(B, cu_seqlens)
     config = tuning.lookup(f"portable_causal_conv1d_{order}_fwd", where, D=D)
     tiles, ends = cdiv(T, config["BLOCK_T"]), N if return_final_states else 0
-    constexprs, options = named(
-        _causal_conv1d_fwd_kernel, W=W, SILU=activation is not None, PTX=device.takes_ptx(where),
-        QUADS=order == "quads", **config,
-    )  # fmt: skip
     strides = (by_token(x), by_token(y), steps_of_states(initial_states))
     return Launch(
         _causal_conv1d_fwd_kernel, (B * tiles + ends) * cdiv(D, config["BLOCK_D"]), where,
-        numbers=(*strides, T, D, N, tiles, N.bit_length()), constexprs=constexprs,
-        options=options, guarded=True,
+        numbers=(*strides, T, D, N, tiles, N.bit_length()), guarded=True, W=W,
+        SILU=activation is not None, PTX=device.takes_ptx(where), QUADS=order == "quads", **config,
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from ...gdn.chunks import count_sequences
 from ...runtime import device, tuning
 from ...runtime.copies import on_copies
 from ...runtime.dtypes import served
-from ...runtime.launch import Launch, named
+from ...runtime.launch import Launch
 from ...runtime.primitives import sequence_bounds
 from ...runtime.sizes import cdiv, next_power_of_2
 from ..call import ConvolutionGradient
@@ -246,11 +246,10 @@ def _of_tokens(
     else:
         groups, steps = cdiv(T, config["BLOCK_T"] * config["TILES"]), (N.bit_length(),)
         values["TAPS"] = next_power_of_2(W + 1)
-    constexprs, options = named(kernel, **values)
     return Launch(
         kernel, B * groups * cdiv(D, config["BLOCK_D"]), x.device,
-        numbers=(*strides, steps_of_states(initial_states), T, D, N, groups, *steps),
-        constexprs=constexprs, options=options, guarded=True,
+        numbers=(*strides, steps_of_states(initial_states), T, D, N, groups, *steps), guarded=True,
+        **values,
     ), groups  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from ...gdn.chunks import count_sequences
 from ...runtime import tuning
 from ...runtime.copies import on_copies
 from ...runtime.dtypes import served
-from ...runtime.launch import Launch, named
+from ...runtime.launch import Launch
 from ...runtime.ops import dense
 from ...runtime.primitives import activate, sequence_bounds
 from ...runtime.sizes import cdiv, next_power_of_2
@@ -228,15 +228,12 @@ def _launch(call: ConvolutionUpdate, y: torch.Tensor, one: bool, packed: bool) -
     x, conv_state, weight, *_, cu_seqlens, _, (activation, null_index) = call
     (B, D, T), W, S, where = x.shape, weight.shape[1], conv_state.shape[2], x.device
     config = tuning.lookup("portable_causal_conv1d_update", where, D=D)
-    constexprs, options = named(
-        _causal_conv1d_update_kernel, S=S, W=W, SILU=activation is not None, ONE=one,
-        PACKED=packed, FIRST=null_index + 1, BLOCK_S=next_power_of_2(S), **config,
-    )  # fmt: skip
     return Launch(
         _causal_conv1d_update_kernel,
         count_sequences(B, cu_seqlens) * cdiv(D, config["BLOCK_D"]), where,
-        numbers=(x.stride(), y.stride(), conv_state.stride(), T, D), constexprs=constexprs,
-        options=options, guarded=True,
+        numbers=(x.stride(), y.stride(), conv_state.stride(), T, D), guarded=True, S=S, W=W,
+        SILU=activation is not None, ONE=one, PACKED=packed, FIRST=null_index + 1,
+        BLOCK_S=next_power_of_2(S), **config,
     )  # fmt: skip
 
 

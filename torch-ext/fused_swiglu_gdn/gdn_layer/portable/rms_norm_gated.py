@@ -17,7 +17,7 @@ from ...norm.portable.rows import lie_in_rows, readable, two_strides
 from ...runtime import device, tuning
 from ...runtime.copies import contiguous_like, on_copies
 from ...runtime.dtypes import served
-from ...runtime.launch import Launch, named
+from ...runtime.launch import Launch
 from ...runtime.sizes import cdiv, next_power_of_2
 from ..call import GatedNorm
 
@@ -98,14 +98,11 @@ def _launch(call: GatedNorm, rows: int, heads: int = 1, P: int = 0) -> Launch:
     x, gate, _, (eps, activation) = call
     D, where = x.shape[-1], x.device
     config = tuning.lookup("portable_rms_norm_gated_fwd", where, D=D)
-    constexprs, options = named(
-        _rms_norm_gated_fwd_kernel, D=D, SILU=activation == "silu", HEADS=heads,
-        BLOCK_D=next_power_of_2(D), **config,
-    )  # fmt: skip
     numbers = (two_strides(x), two_strides(gate), x.numel() // D, rows_of_a_group(x), P, eps)
     return Launch(
         _rms_norm_gated_fwd_kernel, cdiv(rows, config["BLOCK_M"]), where, numbers=numbers,
-        constexprs=constexprs, options=options, guarded=True,
+        guarded=True, D=D, SILU=activation == "silu", HEADS=heads, BLOCK_D=next_power_of_2(D),
+        **config,
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from ...norm.portable.rows import lie_in_rows, two_strides
 from ...runtime import tuning
 from ...runtime.copies import contiguous_like, on_copies
 from ...runtime.dtypes import served
-from ...runtime.launch import Launch, named
+from ...runtime.launch import Launch
 from ...runtime.sizes import cdiv, next_power_of_2
 from ..call import GatedNormGradient
 from .rms_norm_gated import MAX_CHANNELS, copied, gate_activation, rows_of_a_group
@@ -85,14 +85,10 @@ def prepare_rms_norm_gated_bwd(call: GatedNormGradient) -> Optional[Callable]:
         return on_copies(prepare_rms_norm_gated_bwd, call, copied)
     M, config = x.numel() // D, tuning.lookup("portable_rms_norm_gated_bwd", where, D=D)
     programs = cdiv(M, config["BLOCK_M"] * config["TILES"])
-    constexprs, options = named(
-        _rms_norm_gated_bwd_kernel, D=D, SILU=activation == "silu",
-        BLOCK_D=next_power_of_2(D), **config,
-    )  # fmt: skip
     kernel = Launch(
         _rms_norm_gated_bwd_kernel, programs, where,
-        numbers=(*map(two_strides, (x, gate, dy)), M, rows_of_a_group(x), eps),
-        constexprs=constexprs, options=options, guarded=True,
+        numbers=(*map(two_strides, (x, gate, dy)), M, rows_of_a_group(x), eps), guarded=True, D=D,
+        SILU=activation == "silu", BLOCK_D=next_power_of_2(D), **config,
     )  # fmt: skip
     make_dx, make_dgate, dtype = contiguous_like(x), contiguous_like(gate), weight.dtype
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ...runtime import tuning
-from ...runtime.launch import Launch, named
+from ...runtime.launch import Launch
 from ...runtime.sizes import cdiv
 
 LOWEST = tl.constexpr(-3.0e38)  # finite, so that minus infinity has a distance from it
@@ -260,12 +260,10 @@ class Kernels:
     def rows(self, rows: int) -> Launch:
         """(logits, target, stats, weight or None) -> nothing, for so many rows."""
         config = tuning.lookup("portable_cross_entropy_fwd", self.where, V=self.V)
-        constexprs, options = named(
-            rows_kernel, V=self.V, CAP=self.cap, MORE=self.more, **config
-        )  # fmt: skip
         numbers = (self.M, self.ignore_index, self.stride, *self.values, *self.form)
         return Launch(
-            rows_kernel, rows, self.where, numbers=numbers, constexprs=constexprs, options=options,
+            rows_kernel, rows, self.where, numbers=numbers, V=self.V, CAP=self.cap, MORE=self.more,
+            **config,
         )  # fmt: skip
 
     def loss(self, mean: bool) -> Launch:
@@ -286,12 +284,10 @@ class Kernels:
     def gradient(self, N: int, first: int, stride: int) -> Launch:
         """(logits, target, stats, coefficients, out) -> nothing, for N words from `first` on."""
         config = tuning.lookup("portable_cross_entropy_bwd", self.where, V=self.V)
-        constexprs, options = named(gradient_kernel, CAP=self.cap, **config)
         blocks = cdiv(N, config["BLOCK"])
         numbers = (self.M, N, first, blocks, stride, *self.values)
         return Launch(
-            gradient_kernel, self.M * blocks, self.where, numbers=numbers, constexprs=constexprs,
-            options=options,
+            gradient_kernel, self.M * blocks, self.where, numbers=numbers, CAP=self.cap, **config,
         )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from ...runtime import device
 from ...runtime.copies import contiguous_like, on_copies
 from ...runtime.dtypes import served
-from ...runtime.launch import Launch, named
+from ...runtime.launch import Launch
 from ...runtime.sizes import cdiv, next_power_of_2
 from ..call import RmsNormGradient
 from .rows import blocks, layout, lie_in_rows, readable
@@ -169,11 +169,9 @@ def prepare_rms_norm_bwd(call: RmsNormGradient) -> Optional[Callable]:
     del config["shared"]
     processors = device.multiprocessor_count(where.index) if device.is_gpu(where) else 1
     programs = min(tiles, config.pop("per_processor") * processors)
-    constexprs, options = named(_rms_norm_bwd_kernel, D=D, **config)
     gradient = Launch(
         _rms_norm_bwd_kernel, (programs, cdiv(D, config["BLOCK_D"])), where,
-        numbers=(M, *rows, offset, cdiv(tiles, programs)), constexprs=constexprs,
-        options=options, guarded=True,
+        numbers=(M, *rows, offset, cdiv(tiles, programs)), guarded=True, D=D, **config,
     )  # fmt: skip
     mean = Launch(
         _rms_norm_mean_kernel, M, where, numbers=(M, *rows[:5], offset),

@@ -13,7 +13,7 @@ import triton.language as tl
 from ...runtime import device
 from ...runtime.copies import contiguous_like, on_copies
 from ...runtime.dtypes import served
-from ...runtime.launch import Launch, named
+from ...runtime.launch import Launch
 from ...runtime.primitives import after_predecessor
 from ...runtime.sizes import cdiv
 from ..call import RmsNorm
@@ -104,14 +104,10 @@ def prepare_rms_norm_fwd(call: RmsNorm) -> Optional[Callable]:
     exact = {"enable_fp_fusion": False} if llama and after else {}
     pdl = device.overlaps_launches(x.device)
     early = {"launch_pdl": True} if pdl and M <= FEW else {}
-    constexprs, options = named(
-        _rms_norm_fwd_kernel, D=D, LLAMA=llama, AFTER=after, PDL=pdl, **config, **exact,
-        **early,
-    )  # fmt: skip
     kernel = Launch(
         _rms_norm_fwd_kernel, cdiv(M, config["BLOCK_M"]), x.device,
-        numbers=(M, *layout(x, residual), eps, offset), constexprs=constexprs, options=options,
-        guarded=True,
+        numbers=(M, *layout(x, residual), eps, offset), guarded=True, D=D, LLAMA=llama,
+        AFTER=after, PDL=pdl, **config, **exact, **early,
     )  # fmt: skip
     dtype = torch.promote_types(x.dtype, weight.dtype) if llama and weight is not None else x.dtype
     make_y, make_total = contiguous_like(x, dtype), contiguous_like(x)
