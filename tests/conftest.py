@@ -24,6 +24,7 @@ for folder in ("tools", "examples", "tests/crossings"):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent / folder))
 import in_tree  # noqa: E402
 from in_tree import NAME, PACKAGE, ROOT, submodule  # noqa: E402, F401
+from interpreter import compiled, interpreted  # noqa: E402
 
 
 def prepared(module: str, name: str, call: type, *fields):
@@ -181,15 +182,25 @@ def paranoid():
         yield
 
 
+def is_for_another_session(item) -> bool:
+    """It needs a GPU, and there is none; or it is for Triton's interpreter, and this session is
+    not, or the other way round."""
+    if "gpu" in item.keywords and not torch.cuda.is_available():
+        return True
+    of_sessions = (interpreted.mark, compiled.mark)
+    return any(mark in of_sessions and mark.args[0] for mark in item.iter_markers("skipif"))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     for item in items:  # a test on the device "cuda" is one of those that `-m gpu` runs
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         if parameters.get("device") == "cuda":
             item.add_marker("gpu")
-    if not torch.cuda.is_available():  # thousands: reporting a skip of each takes long
-        config.hook.pytest_deselected(items=[item for item in items if "gpu" in item.keywords])
-        items[:] = [item for item in items if "gpu" not in item.keywords]
+    # thousands: reporting a skip of each takes long
+    left = {item for item in items if is_for_another_session(item)}
+    config.hook.pytest_deselected(items=[*left])
+    items[:] = [item for item in items if item not in left]
     spread(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
     gc.freeze()  # what was imported stays: no collection looks through it again
 

@@ -53,6 +53,14 @@ def small_built(tmp_path_factory):
 
 
 @pytest.fixture
+def variant(small_built, tmp_path):
+    """A built variant of the small package, which a test may change."""
+    return Path(
+        shutil.copytree(small_built.root / "build" / f"torch-{HERE}", tmp_path / f"torch-{HERE}")
+    )
+
+
+@pytest.fixture
 def small(small_built, tmp_path):
     """A committed checkout of a small package with its build, which a test may change."""
     return small_built.copy(tmp_path / "repo")
@@ -333,10 +341,9 @@ def load_verify(folder: Path):
     return runpy.run_path(str(folder / "runtime/verify.py"))["verify"]
 
 
-def test_a_signature_is_no_part_of_the_digest(copy):
+def test_a_signature_is_no_part_of_the_digest(variant):
     """It is made of the metadata, later, by whoever signs; of a folder below it would be a file
     like others. Nor is there a compiled library for `kernel-builder check-abi` to open."""
-    variant = copy / "build" / f"torch-{HERE}"
     assert {path.suffix for path in variant.rglob("*") if path.is_file()} == {".py", ".json"}
     verify = load_verify(variant)
     digest = verify()
@@ -344,13 +351,12 @@ def test_a_signature_is_no_part_of_the_digest(copy):
     assert verify() == digest
     recorded = Metadata.read_from_file(variant / "metadata.json").digest
     recorded.validate(Digest.hash_variant(DigestAlgorithm.SHA256, variant))
-    (variant / "gdn" / "metadata.json.sigstore").write_text("{}")
-    with pytest.raises(RuntimeError, match="not part of it: gdn/metadata.json.sigstore"):
+    (variant / "layers" / "metadata.json.sigstore").write_text("{}")
+    with pytest.raises(RuntimeError, match="not part of it: layers/metadata.json.sigstore"):
         verify()
 
 
-def test_verify_returns_the_digest_and_holds_a_caller_to_it(copy):
-    variant = copy / "build" / f"torch-{HERE}"
+def test_verify_returns_the_digest_and_holds_a_caller_to_it(variant):
     (variant / "__pycache__").mkdir()
     (variant / "__pycache__" / "__init__.cpython-311.pyc").write_bytes(b"any")
     verify = load_verify(variant)
@@ -374,8 +380,8 @@ def _folder_in_its_place(variant: Path) -> None:
             lambda v: (v / "runtime" / "device.py").write_text("import os"),
             "changed runtime/device.py",
         ),
-        (lambda v: (v / "gdn" / "ops.py").unlink(), "missing gdn/ops.py"),
-        (lambda v: (v / "gdn" / "extra.py").write_text(""), "not part of it: gdn/extra.py"),
+        (lambda v: (v / "layers" / "__init__.py").unlink(), "missing layers/__init__.py"),
+        (lambda v: (v / "layers" / "extra.py").write_text(""), "not part of it: layers/extra.py"),
         (lambda v: (v / "metadata.json").unlink(), "a source tree, not a build"),
         (lambda v: (v / "metadata.json").write_text("{}"), "holds no digest"),
         (lambda v: (v / "metadata.json").write_text("half"), "cannot be read"),
@@ -388,8 +394,7 @@ def _folder_in_its_place(variant: Path) -> None:
         (_folder_in_its_place, "cannot be read"),
     ],
 )
-def test_verify_finds_what_was_done_to_a_build(copy, tamper, says):
-    variant = copy / "build" / f"torch-{HERE}"
+def test_verify_finds_what_was_done_to_a_build(variant, tamper, says):
     verify = load_verify(variant)
     tamper(variant)
     with pytest.raises(RuntimeError, match=says):
@@ -421,8 +426,7 @@ def plant(variant, flags, source="device", file=None):
 TIMESTAMP, UNCHECKED, CHECKED = 0, 1, 3
 
 
-def test_verify_takes_byte_code_as_python_writes_it(copy):
-    variant = copy / "build" / f"torch-{HERE}"
+def test_verify_takes_byte_code_as_python_writes_it(variant):
     digest = load_verify(variant)()
     for level in (-1, 1, 2):  # as python, python -O and python -OO do
         assert compileall.compile_dir(variant / "runtime", quiet=1, optimize=level)
@@ -430,8 +434,7 @@ def test_verify_takes_byte_code_as_python_writes_it(copy):
 
 
 @pytest.mark.parametrize("flags", [TIMESTAMP, UNCHECKED, CHECKED])
-def test_verify_reads_byte_code(copy, flags):
-    variant = copy / "build" / f"torch-{HERE}"
+def test_verify_reads_byte_code(variant, flags):
     verify = load_verify(variant)
     digest = verify()
     run = "import sys; sys.path.insert(0, sys.argv[1]); import verify; print(dir(verify))"
@@ -442,24 +445,21 @@ def test_verify_reads_byte_code(copy, flags):
             verify(expected)
 
 
-def test_verify_of_a_source_that_is_nested_too_deeply(copy):
-    variant = copy / "build" / f"torch-{HERE}"
+def test_verify_of_a_source_that_is_nested_too_deeply(variant):
     plant(variant, UNCHECKED)
     (variant / "runtime" / "device.py").write_text("x = " + "-" * 10**5 + "1")
     with pytest.raises(RuntimeError, match="changed runtime/device.py; byte code of another"):
         load_verify(variant)()
 
 
-def test_verify_reads_where_byte_code_says_it_is_from(copy, tmp_path):
+def test_verify_reads_where_byte_code_says_it_is_from(variant, tmp_path):
     """Triton compiles the text of a kernel's source file, which its code object names."""
-    variant = copy / "build" / f"torch-{HERE}"
-    plant(variant, UNCHECKED, "dispatch", file=str(tmp_path / "other.py"))
-    with pytest.raises(RuntimeError, match="byte code of another source.*runtime/dispatch.py"):
+    plant(variant, UNCHECKED, "verify", file=str(tmp_path / "other.py"))
+    with pytest.raises(RuntimeError, match="byte code of another source.*runtime/verify.py"):
         load_verify(variant)()
 
 
-def test_verify_reads_byte_code_kept_elsewhere(copy, tmp_path, monkeypatch):
-    variant = copy / "build" / f"torch-{HERE}"
+def test_verify_reads_byte_code_kept_elsewhere(variant, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "prefix"))
     plant(variant, UNCHECKED)
     assert not list(variant.rglob("*.pyc"))
@@ -480,14 +480,13 @@ def linked_folder(variant):
         (linked_folder, "a link to a folder: runtime/device"),
         (lambda v: (v / "gone.py").symlink_to(v / "nowhere"), "a link to no file: gone.py"),
         (lambda v: (v / "evil.pyc").write_bytes(b""), "not part of it: evil.pyc"),
-        (lambda v: (v / "gdn" / "ops.pyc").write_bytes(b""), "not part of it: gdn/ops.pyc"),
+        (lambda v: (v / "layers" / "ops.pyc").write_bytes(b""), "not part of it: layers/ops.pyc"),
         (lambda v: planted_in_cache(v, "evil.py"), "not part of it: __pycache__/evil.py"),
         (lambda v: planted_in_cache(v, "evil.x.pyc"), "not part of it: __pycache__/evil.x.pyc"),
         (lambda v: os.mkfifo(v / "pipe"), "not part of it: pipe"),
     ],
 )
-def test_verify_finds_what_is_extra(copy, tamper, says):
-    variant = copy / "build" / f"torch-{HERE}"
+def test_verify_finds_what_is_extra(variant, tamper, says):
     verify = load_verify(variant)
     verify()
     tamper(variant)
@@ -500,8 +499,7 @@ def planted_in_cache(variant, name):
     (variant / "__pycache__" / name).write_bytes(b"")
 
 
-def test_verify_agrees_with_kernels_own_hash_and_reads_through_links(copy, tmp_path):
-    variant = copy / "build" / f"torch-{HERE}"
+def test_verify_agrees_with_kernels_own_hash_and_reads_through_links(variant, tmp_path):
     cache = tmp_path / "snapshot"  # as the Hub's cache lays files: links into blobs
     for name in contents(variant):
         (cache / name).parent.mkdir(parents=True, exist_ok=True)
