@@ -87,6 +87,13 @@ def served(name, device, **changes):
     return model
 
 
+def kernelized(kernel, name, device, **changes):
+    """A model that kernelize serves, and that decodes by graphs."""
+    model = tiny(name, device, **changes)
+    kernel.kernelize(model, cuda_graphs=True)
+    return model
+
+
 def lively(name, device, **changes):
     """One whose tokens differ."""
     return served(name, device, initializer_range=0.4, **changes)

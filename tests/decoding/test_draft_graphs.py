@@ -12,7 +12,7 @@ import decoding
 import pytest
 import torch
 from conftest import submodule
-from decoding import generate, on_every_device, tiny
+from decoding import generate, kernelized, on_every_device, tiny
 from tiny_models import tokens
 
 transformers = pytest.importorskip("transformers")
@@ -146,12 +146,10 @@ def test_states_that_are_not_put_back_are_seen(kernel, rounds, monkeypatch, devi
 def test_layers_that_keep_no_states(kernel, rounds, monkeypatch, device):
     """No token is drafted for a model whose layers run their class's own forward."""
     ids, words = tokens(1, 11), {"max_new_tokens": 24, "prompt_lookup_num_tokens": 3}
-    model = tiny("kimi_linear", "cpu")
-    kernel.kernelize(model, cuda_graphs=True)
+    model = kernelized(kernel, "kimi_linear", "cpu")
     with pytest.raises(ValueError, match="stateful"):
         run(model, ids, **words)
-    model = tiny("qwen3_5_text", "cpu")
-    kernel.kernelize(model, cuda_graphs=True)
+    model = kernelized(kernel, "qwen3_5_text", "cpu")
     of_rows = submodule("decoding.rows")._layer_class
     monkeypatch.setattr(loop, "Lookup", Oracle)
     monkeypatch.setattr(Oracle, "truth", list(range(90)))

@@ -16,7 +16,7 @@ import decoding
 import pytest
 import torch
 from conftest import submodule
-from decoding import FAMILIES, NEW, WIDER, generate, on_every_device, padded, tiny
+from decoding import FAMILIES, NEW, WIDER, generate, kernelized, on_every_device, padded, tiny
 from tiny_models import LOGITS, tokens
 from torch import nn
 
@@ -49,8 +49,7 @@ def test_greedy_tokens_in_bf16(kernel, graph, name, device, batch):
     sizes = {n: x for n, x in WIDER.items() if hasattr(known, n)}
     if "kv_lora_rank" in FAMILIES[name]:  # latent attention has keys for every head
         sizes["num_key_value_heads"] = WIDER["num_attention_heads"]
-    model = tiny(name, device, **sizes).bfloat16()
-    kernel.kernelize(model, cuda_graphs=True)
+    model = kernelized(kernel, name, device, **sizes).bfloat16()
     ids, mask = padded(batch, 9, device)
     kept = {"attention_mask": mask, "return_dict_in_generate": True, "output_logits": True}
     expected = generate(model, ids, graphed=False, **kept)
@@ -77,8 +76,7 @@ def test_a_model_without_kernels(graph, name, device):
 @on_every_device
 def test_a_window_that_fills(kernel, graph, name, window, device, caplog):
     """It then moves its slots at each token, which is another graph; padding leaves it."""
-    model = tiny(name, device, sliding_window=window)
-    kernel.kernelize(model, cuda_graphs=True)
+    model = kernelized(kernel, name, device, sliding_window=window)
     ids, mask = padded(2, 9, device)
     expected = generate(model, ids, graphed=False, attention_mask=mask)
     with caplog.at_level(logging.WARNING):
@@ -345,53 +343,28 @@ def test_generating_meanwhile_leaves_a_graph_alone(kernel, graph, device):
     assert graph.captures == before
 
 
-class Adapter(nn.Module):
-    """Keeps its state like PEFT's LoRA layers."""
-
-    def __init__(self, base):
-        super().__init__()
-        self.base_layer = base
-        self._active_adapter, self._disable_adapters = ["one"], False
-        self.merged_adapters, self.scaling = [], {"one": 2.0, "two": 1.0}
-        self.lora_A = nn.ModuleDict(
-            {n: nn.Linear(base.in_features, 4, False) for n in self.scaling}
-        )
-        self.lora_B = nn.ModuleDict(
-            {n: nn.Linear(4, base.out_features, False) for n in self.scaling}
-        )
-
-    def delta(self, x, name):
-        return self.lora_B[name](self.lora_A[name](x)) * self.scaling[name]
-
-    def forward(self, x):
-        y = self.base_layer(x)
-        if self._disable_adapters or self.merged_adapters:
-            return y
-        return sum([self.delta(x, name) for name in self._active_adapter], y)
-
-
-def merged(adapter):
-    size = adapter.base_layer.in_features
-    eye = torch.eye(size, device=adapter.base_layer.weight.device)
-    adapter.base_layer.weight.data += adapter.delta(eye, "one").T
-    adapter.merged_adapters.append("one")
-
-
-SWITCHES = {
-    "another": lambda adapter: setattr(adapter, "_active_adapter", ["two"]),
-    "in place": lambda adapter: operator.setitem(adapter._active_adapter, 0, "two"),
-    "disabled": lambda adapter: setattr(adapter, "_disable_adapters", True),
-    "scaled": lambda adapter: operator.setitem(adapter.scaling, "one", 5.0),
-    "merged": merged,
+SWITCHES = {  # of a layer of PEFT with two adapters
+    "another": lambda layer: layer.set_adapter("two"),
+    "in place": lambda layer: operator.setitem(layer._active_adapter, 0, "two"),
+    "disabled": lambda layer: layer.enable_adapters(False),
+    "scaled": lambda layer: operator.setitem(layer.scaling, "one", 5.0),
+    "merged": lambda layer: layer.merge(),
 }
 
 
 @pytest.mark.parametrize("switch", SWITCHES.values(), ids=SWITCHES)
 @on_every_device
 def test_adapters(kernel, graph, device, switch):
+    peft = pytest.importorskip("peft")
     model = tiny("llama", device)
     torch.manual_seed(1)
-    first(model).mlp.up_proj = Adapter(first(model).mlp.up_proj).to(device)
+    for name, alpha in (("one", 8), ("two", 4)):
+        config = peft.LoraConfig(
+            r=4, lora_alpha=alpha, target_modules=r".*layers\.0\.mlp\.up_proj",
+            init_lora_weights=False,
+        )  # fmt: skip
+        peft.inject_adapter_in_model(config, model, name)
+    up_of(model).set_adapter(["one"])
     loops = Loops(kernel, model)
     loops.steps()
     loops.change(lambda model, cache: switch(up_of(model)))
@@ -446,8 +419,7 @@ def test_changed_between_the_eager_step_and_the_capture(kernel, graph, device):
 
 @on_every_device
 def test_another_batch_and_length_and_what_is_freed(kernel, graph, device):
-    model = tiny("qwen3_5_text", device)
-    kernel.kernelize(model, cuda_graphs=True)
+    model = kernelized(kernel, "qwen3_5_text", device)
     for batch, length in ((1, 5), (3, 17), (2, 8), (3, 30)):
         ids = tokens(batch, length, device=device)
         expected = generate(model, ids, graphed=False)
@@ -459,8 +431,7 @@ def test_another_batch_and_length_and_what_is_freed(kernel, graph, device):
 
 @pytest.mark.gpu
 def test_memory_is_given_back(kernel):
-    model = tiny("qwen3_5_text", "cuda")
-    kernel.kernelize(model, cuda_graphs=True)
+    model = kernelized(kernel, "qwen3_5_text", "cuda")
     ids = tokens(4, 9, device="cuda")
     generate(model, ids)
     gc.collect()
@@ -476,8 +447,7 @@ def test_memory_is_given_back(kernel):
 @pytest.mark.parametrize("name", ["llama", "qwen3_5_text"])
 @on_every_device
 def test_a_prompt_in_chunks(kernel, graph, device, name):
-    model = tiny(name, device)
-    kernel.kernelize(model, cuda_graphs=True)
+    model = kernelized(kernel, name, device)
     ids = tokens(2, 13, device=device)  # the last chunk is one token
     expected = generate(model, ids, graphed=False, prefill_chunk_size=4)
     assert torch.equal(generate(model, ids, prefill_chunk_size=4), expected)
@@ -486,8 +456,7 @@ def test_a_prompt_in_chunks(kernel, graph, device, name):
 
 @on_every_device
 def test_a_prompt_of_one_token(kernel, graph, device):
-    model = tiny("qwen3_5_text", device)
-    kernel.kernelize(model, cuda_graphs=True)
+    model = kernelized(kernel, "qwen3_5_text", device)
     ids = tokens(2, 1, device=device)
     assert torch.equal(generate(model, ids), generate(model, ids, graphed=False))
     assert graph.replays == NEW - 2
@@ -495,8 +464,7 @@ def test_a_prompt_of_one_token(kernel, graph, device):
 
 @on_every_device
 def test_two_threads(kernel, graph, device):
-    model = tiny("qwen3_5_text", device)
-    kernel.kernelize(model, cuda_graphs=True)
+    model = kernelized(kernel, "qwen3_5_text", device)
     prompts = [tokens(batch, 9, seed=batch, device=device) for batch in (1, 2, 3)]
     expected = [generate(model, ids) for ids in prompts]  # all code is loaded after it
     wrong, errors, together = [], [], threading.Barrier(len(prompts))
@@ -522,8 +490,7 @@ def test_two_threads(kernel, graph, device):
 
 @pytest.mark.gpu
 def test_another_stream(kernel):
-    model = tiny("qwen3_5_text", "cuda")
-    kernel.kernelize(model, cuda_graphs=True)
+    model = kernelized(kernel, "qwen3_5_text", "cuda")
     ids = tokens(2, 9, device="cuda")
     expected = generate(model, ids, graphed=False)
     torch.cuda.synchronize()
@@ -627,8 +594,7 @@ def test_calls_that_are_left_alone(kernel, graph, device, caplog, options, reaso
 
 @on_every_device
 def test_training_and_gradients(kernel, graph, device):
-    model = tiny("llama", device)
-    kernel.kernelize(model, cuda_graphs=True)
+    model = kernelized(kernel, "llama", device)
     decode = model.get_compiled_call(None)
     cache, token = start(model)
     for _ in range(4):
