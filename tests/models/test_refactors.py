@@ -12,7 +12,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 FAMILY = {  # of a kind's class, and every n-th refactor, trap and mutant
     "mlp": ("phi3", 8), "norm": ("gemma2", 7), "attention": ("qwen3", 11), "layer": ("llama", 11),
-    "gdn": ("qwen3_next", 23), "kda": ("kimi_linear", 61), "experts": ("mixtral", 8),
+    "gdn": ("qwen3_next", 17), "kda": ("kimi_linear", 61), "experts": ("mixtral", 8),
     "router": ("qwen3_moe", 8), "block": ("qwen2_moe", 12),
 }  # fmt: skip
 
