@@ -1,26 +1,28 @@
 """A layer of a delta rule, of transformers and ours, on the same small numbers: are they the same?
 
 The class's forward runs with the module's own attributes, on parts that stand in for its own. Which
-argument is what is learned from what the forward does with them.
+argument is what is learned from what the forward does with them; which part is what, by trying all
+that their sizes allow.
 """
 
-import inspect
 import itertools
-from types import CellType, FunctionType
-from typing import Callable, Dict, Iterator, NamedTuple, Optional
+from types import SimpleNamespace
+from typing import Callable, Dict, Iterator, NamedTuple, Optional, Tuple, Union
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..layers.delta import CACHE_NAMES
 from ..layers.forward import Arguments
-from ..layers.own_code import peeled, undispatched
-from ..layers.pins import names_in
 from ..runtime.device import pretending
 from .code import Refused
-from .stand_ins import F64, random, same
-from .trial import WORD, Trial, called, sizes_of
+from .delta_copies import Copies, Packing
+from .delta_layers import Inner, Layout, index_among, values_of
+from .handed import attributes_of
+from .stand_ins import F64, Part, probe_of, random, same
+from .trial import WORD, Trial, called, form_key, remembered, sizes_of
 
 OF_CACHES = frozenset((  # what a layer asks its cache for
     "conv_states", "get_conv_state", "get_recurrent_state", "has_previous_state",
@@ -37,120 +39,44 @@ VALUES = {
 }  # fmt: skip
 
 
-class Packing(NamedTuple):
-    """The keywords with lengths, or an index, of packed sequences that functions of a layer get."""
-
-    of_rule: str
-    of_convolution: str
-
-
 class Found(NamedTuple):
     """The result of a trial: the roles of a layer's parts and of the arguments of its calls."""
 
     roles: tuple
+    index: str  # the path of the attribute that is the layer's index
     arguments: Arguments
     cache: Optional[str]  # the names of its arguments
     mask: Optional[str]
 
 
 class ReadsNoValues(TorchFunctionMode):
-    """A forward must not go by the values of tensors."""
+    """A forward must not go by the values of tensors; where it compares them with a number, both
+    answers have to occur in the trial."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.answers = 0, {}
+
+    def __enter__(self):
+        self.count = 0
+        return super().__enter__()
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
         if function in VALUES:
-            raise Refused("its forward reads values of tensors")
-        return function(*args, **(kwargs or {}))
-
-
-def of_each(function: FunctionType, packing: Packing, log: list) -> Callable:
-    """A convolution of transformers, or its rule, which keep no packed sequences apart, for one
-    after another; the log gets the first argument of each call."""
-
-    known = inspect.signature(function).parameters
-    first = next(iter(known))
-
-    def computed(*args, **words):
-        given = dict(zip(known, args))
-        given.update({n: x for n, x in words.items() if n in known})
-        x = given.get(first)
-        log.append(x)
-        rule = isinstance(x, torch.Tensor) and x.ndim == 4
-        lengths = None
-        with torch._C.DisableTorchFunction():
-            what = words.get(packing.of_rule if rule else packing.of_convolution)
-            if what is not None:
-                lengths = (what.diff() if what.ndim == 1 else what[0].bincount()).tolist()
-        if lengths is None:
-            return function(**given)
-        dim, names = (1 if rule else -1), [first]
-        if rule:
-            names = [n for n, x in given.items() if isinstance(x, torch.Tensor)]
-        pieces = zip(*(given[n].split(lengths, dim) for n in names))
-        found = [function(**{**given, **dict(zip(names, piece))}) for piece in pieces]
-        return (torch.cat([x for x, _ in found], 1), None) if rule else torch.cat(found, -1)
-
-    return computed
-
-
-class Copies:
-    """A class and the functions that its forward consists of, which find torch functions where
-    transformers' own find kernels."""
-
-    def __init__(self, kind: type, facts, packing: Packing):
-        self.made: dict = {}
-        self.packing, self.log = packing, []
-        self.own = set(facts.functions)
-        self.classes: Dict[type, type] = {}
-        for base in reversed(kind.__mro__[: kind.__mro__.index(nn.Module)]):
-            self.classes[base] = self.copied(base)
-        self.kind, self.forward = self.classes[kind], self.function(facts.forward)
-
-    def copied(self, base: type) -> type:
-        hidden = ("__dict__", "__weakref__")
-        members = {n: v for n, v in vars(base).items() if n not in hidden}
-        bases = tuple(self.classes.get(each, each) for each in base.__bases__)
-        made = type(base)(base.__name__, bases, members)
-        self.classes[base] = made
-        for name, value in members.items():
-            static = isinstance(value, staticmethod)
-            found = self.value(value.__func__ if static else value)
-            if found is not (value.__func__ if static else value):
-                setattr(made, name, staticmethod(found) if static else found)
-        return made
-
-    def value(self, value: object) -> object:
-        plain = undispatched(value)
-        if plain is not value:
-            return of_each(plain, self.packing, self.log)
-        if not isinstance(value, FunctionType):
-            return value
-        inner = peeled(value).forward
-        return self.function(inner) if inner in self.own else value
-
-    def variable(self, value: object) -> object:
-        """A free variable: of a decorator, what it is around."""
-        if isinstance(value, FunctionType) and value in self.own:
-            return self.function(value)
-        return self.classes.get(value, value) if isinstance(value, type) else value
-
-    def function(self, function: FunctionType) -> FunctionType:
-        if function not in self.made:
-            space, code = dict(function.__globals__), function.__code__
-            cells = [CellType(self.variable(c.cell_contents)) for c in function.__closure__ or ()]
-            made = FunctionType(code, space, function.__name__, function.__defaults__, tuple(cells))
-            made.__kwdefaults__ = function.__kwdefaults__
-            self.made[function] = made
-            for name in names_in(code).intersection(space):
-                space[name] = self.value(space[name])
-        return self.made[function]
+            if len(args) != 2 or type(args[1]) not in (int, float):
+                raise Refused("its forward reads values of tensors")
+            self.answers.setdefault(self.count, set()).update(found.unique().tolist())
+            self.count += 1
+        return found
 
 
 class DeltaTrial(Trial):
     """Runs of a class's forward, and of ours on the same parts.
 
-    A kind of layer has the `width` of its hidden states; `probe(dtype, training, index)`, the probe
-    module of its class; `ours(roles, dtype, index)`, our layer as a function of hidden states,
-    cache, mask and more; and `confirmed(roles)`: ours gives the same with other sizes, too.
+    A kind of layer has `candidates()`, the possible roles; `smaller()`, small sizes in place of the
+    layer's own; `width` and `V`, its own sizes of hidden states and of the gated norm; and
+    `ours(roles, dtype, index)`, our layer as a function of hidden states, cache, mask and more.
     """
 
     READS = {
@@ -161,18 +87,80 @@ class DeltaTrial(Trial):
     # relative to the largest value; transformers' rule is in fp32 also within a layer of fp64
     TOLERANCES: Dict[torch.dtype, float] = {}
     # of sequences after a cache: rows, the tokens of each call, whether the cache records its past
-    USES = ((2, (2, 1, 1, 6), False), (1, (1, 1), False), (2, (3, 1), True))
+    USES: Tuple[tuple, ...] = ((2, (2, 1, 1, 6), False), (1, (1, 1), False))
     PACKING: Packing
-    MODE = ReadsNoValues
+    gate: Callable  # of the norm
+    width: int
+    V: int
 
-    def __init__(self, module: nn.Module, kind: type, facts):
-        super().__init__(module, kind, facts)
-        self.copies = Copies(kind, facts, self.PACKING)
+    def __init__(self, layout: Layout, inner: Tuple[Inner, ...], index: str):
+        layer = inner[0]
+        super().__init__(layer.module, layer.kind, layer.facts)
+        self.layout, self.inner, self.index = layout, {each.path: each for each in inner}, index
+        self.copies = {each.path: Copies(each.kind, each.facts, self.PACKING) for each in inner}
         self.cache = self.mask = None
         self.takes = frozenset(PACKED).intersection(self.signature.names)
         names = tuple([n for n in self.signature.names if n not in PACKED])
         self.signature = self.signature._replace(names=names)
-        self.mode = self.MODE()
+        self.mode, self.sizes = ReadsNoValues(), {}
+
+    def small(self, size: int) -> int:
+        return self.sizes.get(size, size)
+
+    # -- stubs
+
+    def attributes(self, index: int) -> Dict[str, object]:
+        """Numbers in place of those that the forwards read, by their paths."""
+        sizes = {n: self.small(v) for n, v in values_of(self.inner.values()).items()
+                 if type(v) is int}  # fmt: skip
+        return {**sizes, self.index: index}
+
+    def vector(self, path: str, seed: int) -> torch.Tensor:
+        return random(*map(self.small, self.layout.vectors[path]), seed=seed)
+
+    def stubs(self, dtype) -> dict:
+        """The parts and parameters by their paths."""
+        layout, made = self.layout, {}
+        for i, (path, sizes) in enumerate(sorted(layout.linears.items())):
+            made[path] = Part(path, tuple(map(self.small, sizes)), 100 + 7 * i)
+        channels, bias = self.small(layout.channels), None
+        if self.module.get_submodule(layout.conv).bias is not None:
+            bias = random(channels, seed=5).to(dtype)
+        kernel = random(channels, 1, layout.taps, seed=4).to(dtype)
+        made[layout.conv] = SimpleNamespace(weight=kernel, bias=bias)
+        V = self.small(self.V)
+        weight = random(V, seed=3).to(dtype)
+        made[layout.norm] = lambda x, gate: F.rms_norm(x, (V,), weight, EPS) * self.gate(gate)
+        for i, path in enumerate(sorted(layout.vectors)):
+            made[path] = self.vector(path, 11 + i).to(dtype)
+        return made
+
+    def probe(self, dtype, training: bool, index: int) -> nn.Module:
+        return self.part("", self.stubs(dtype), training, self.attributes(index))
+
+    def part(self, path: str, stubs: dict, training: bool, attributes: dict) -> nn.Module:
+        """The probe module of the layer or of a part."""
+        each = self.inner[path]
+        parts, own = {}, {}
+        for name in each.module._modules:
+            below = each.below(name)
+            if below in self.inner:
+                parts[name] = self.part(below, stubs, training, attributes)
+            elif below in stubs:
+                parts[name] = stubs[below]
+        for name in each.module._parameters:
+            if each.below(name) in stubs:
+                own[name] = stubs[each.below(name)]
+        start = len(path) + 1 if path else 0
+        mine = {p[start:]: v for p, v in attributes.items() if self.owner_of(p) == path}
+        mine = attributes_of(each.module, (), {**mine, "training": training}, set())
+        return probe_of(each.module, self.copies[path].kind, parts, own, **mine)
+
+    def owner_of(self, path: str) -> str:
+        """The part that has the attribute at a path."""
+        while path not in self.inner and "." in path:
+            path = path.rpartition(".")[0]
+        return path if path in self.inner else ""
 
     def theirs(self, dtype, training: bool, index: int) -> Callable:
         """(hidden states, cache, mask, more) -> the output of the class's forward."""
@@ -185,7 +173,7 @@ class DeltaTrial(Trial):
             given.update({n: more.pop(n) for n in self.takes.intersection(more)})
             rest = {WORD: 1, **more} if self.facts.signature.more else {}
             with self.mode, torch.set_grad_enabled(training):
-                return called(self.facts, probe, given, rest, forward=self.copies.forward)
+                return called(self.facts, probe, given, rest, forward=self.copies[""].forward)
 
         return call
 
@@ -219,7 +207,8 @@ class DeltaTrial(Trial):
         """Hidden states, a new cache whose last layer is this one, a mask."""
         from transformers.cache_utils import Cache, LinearAttentionLayer
 
-        x = (random(B, T, self.width, seed=1) / self.width**0.5).to(dtype)
+        width = self.small(self.width)
+        x = (random(B, T, width, seed=1) / width**0.5).to(dtype)
         mask = torch.ones(B, T)
         mask[0, : (T + 1) // 2] = 0
         return x, Cache(layers=[LinearAttentionLayer() for _ in range(index + 1)]), mask
@@ -236,7 +225,7 @@ class DeltaTrial(Trial):
         if whole:
             yield forward(x)
         if whole and self.facts.named:
-            for T in sizes_of(self.facts, self.width):
+            for T in sizes_of(self.facts, self.small(self.width)):
                 yield forward(self.inputs(1, T, dtype)[0])
         for B, lengths, records in self.USES if whole else ((2, (5, 1), False),):
             x, cache, mask = self.inputs(B, sum(lengths), dtype, index)
@@ -256,7 +245,7 @@ class DeltaTrial(Trial):
         places = torch.arange(len(ends) - 1).repeat_interleave(ends.diff()).int()[None]
         return {"cu_seq_lens_q": ends, "seq_idx": places}
 
-    def found(self, candidates: Iterator) -> Found:
+    def found(self) -> Found:
         """The first roles with which ours gives what the forward gives; raises Refused.
 
         Ours takes lengths of packed sequences by their names, and keywords that are arguments of
@@ -265,15 +254,22 @@ class DeltaTrial(Trial):
         runs = [(dtype, False, 1) for dtype in self.TOLERANCES] + [(torch.float32, True, 0)]
         expected: dict = {}
         with pretending(None):
+            self.sizes = self.smaller()
             self.find_roles()
-            every = (r for r in candidates if all(self.agree(r, run, expected) for run in runs))
-            roles = next(every, None)
-            if roles is None or not self.confirmed(roles):
+            for roles in self.candidates():
+                if all(self.agree(roles, run, expected) for run in runs):
+                    break
+            else:
                 raise Refused("its forward gives other values on a small copy of it")
+            if any(len(answers) < 2 for answers in self.mode.answers.values()):
+                raise Refused("its forward compares with a number that no gate is near")
+            self.sizes = {}
+            if not self.agree(roles, (torch.float32, True, 0), {}):
+                raise Refused("its forward gives other values than on a small copy of it")
         known, packed = self.arguments(), frozenset(PACKED)
         unknown = {*CACHE_NAMES, "hidden_states", "attention_mask"} - known.names
         known = known._replace(own=known.own - packed | unknown, names=known.names - packed)
-        return Found(roles, known, self.cache, self.mask)
+        return Found(roles, self.index, known, self.cache, self.mask)
 
     def agree(self, roles, run: tuple, known: dict) -> bool:
         """Ours and the class's forward give the same in a run."""
@@ -291,3 +287,21 @@ class DeltaTrial(Trial):
             )
         except Exception:  # no parts of such sizes
             return False
+
+
+_forms: Dict[tuple, Union[Found, str]] = {}
+
+
+def found_by(trial: type, layout: Layout, inner: Tuple[Inner, ...]) -> Found:
+    """The roles of a layer's parts and arguments, remembered for the layers of a class; raises
+    Refused."""
+    values, layer = values_of(inner), inner[0]
+    index = index_among(values)
+    values = {name: v for name, v in values.items() if name not in ("training", index)}
+    biased = layer.module.get_submodule(layout.conv).bias is not None
+    key = (
+        trial, tuple([(each.path, each.kind, each.facts.pinned) for each in inner]),
+        form_key(layer.module, layer.kind, layer.facts, values), tuple(layout.linears.items()),
+        tuple(layout.vectors.items()), layout[1:3], layout[4:], biased,
+    )  # fmt: skip
+    return remembered(_forms, key, lambda: trial(layout, inner, index).found())

@@ -1,32 +1,25 @@
 """Recognises the Gated DeltaNet layers that one of our layers computes the same.
 
-Its class's forward gives what our layer gives in a trial. Its parts are found by
-their sizes; by their names where they are transformers' usual ones.
+Its class's forward gives what our layer gives in a trial. Its parts are found by their sizes; by
+their names where they are transformers' usual ones.
 """
 
 import itertools
-from typing import Dict, Iterator, NamedTuple, Optional, Tuple, Union
+import math
+from types import SimpleNamespace
+from typing import Callable, Dict, Iterator, NamedTuple, Optional, Tuple
 
+import torch
+import torch.nn.functional as F
 from torch import nn
 
 from ..gdn.checks import MAX_HEAD_DIM
-from ..layers.delta import is_gated_norm
+from ..layers import gdn
 from ..layers.gdn import FORMS, GdnForm
-from ..layers.plain import told
 from .code import Refused
-from .delta_layers import (
-    index_among,
-    is_depthwise,
-    refuse_hooks,
-    refuse_reads,
-    why_not_plain,
-)
-from .delta_trial import Found
-from .facts import read
-from .gdn_trial import Roles, found_by, width_of
-from .serving import own_class
-from .stand_ins import features
-from .trial import form_key, remembered
+from .delta_copies import Packing
+from .delta_layers import Layout, agreeing, inner_of, layout_of, why_not_plain
+from .delta_trial import DeltaTrial, found_by
 
 
 class Family(NamedTuple):
@@ -50,65 +43,67 @@ FAMILIES = {
          "b_proj": (0, 0, 1), "g_proj": (0, 1, 0)}, "o_norm", "o_proj",
     ),
 }  # fmt: skip
-VECTORS = ("A_log", "dt_bias")
-
-_forms: Dict[tuple, Union[Found, str]] = {}
+VECTORS, NEGATIVE = ("A_log", "dt_bias"), "allow_neg_eigval"
 
 
 class Parts(NamedTuple):
     """The possible roles of a module's parts."""
 
-    layer: str
+    layer: str  # the name of ours
     names: Dict[str, str]  # {ours: the module's}
     key: int  # the channels of k and of v
     value: int
+    heads: int  # of v
+
+
+class Roles(NamedTuple):
+    """Possible roles of a module's parts, and its numbers, by our names for them."""
+
+    layer: str
+    names: Dict[str, str]
+    values: Dict[str, object]
 
 
 def is_gated_delta_net(module: nn.Module) -> bool:
     """Returns True if it has a convolution and A_log, or what else a family has by its sizes."""
     if "conv1d" in module._modules and "A_log" in module._parameters:
         return True
-    return len(module._modules) > 4 and next(parts_of(module), None) is not None
+    return next(parts_of(module, layout_of(module)), None) is not None
 
 
-def parts_of(module: nn.Module) -> Iterator[Parts]:
-    """Returns the role of each part, by its name or its size."""
-    parts = {n: p for n, p in module._modules.items() if p is not None}
-    vectors = [n for n, x in module._parameters.items() if told(x, "ndim") == 1]
-    convs = ["conv1d"] if "conv1d" in parts else [n for n, p in parts.items() if is_depthwise(p)]
-    if len(convs) != 1 or len(vectors) != 2:
+def parts_of(module: nn.Module, layout: Optional[Layout]) -> Iterator[Parts]:
+    """The possible roles of each part, by its name or its size."""
+    if layout is None or not module._modules.keys() >= {*layout.linears, layout.norm}:
         return
-    pairs = [VECTORS] if set(vectors) == set(VECTORS) else list(itertools.permutations(vectors))
-    channels = told(getattr(parts[convs[0]], "weight", None), "shape")
-    others = [n for n in parts if n != convs[0]]
+    pairs = [tuple(layout.vectors), tuple(layout.vectors)[::-1]]
+    pairs = [VECTORS] if VECTORS in pairs else pairs
     for layer, family in FAMILIES.items():
-        usual = (*family.widths, family.norm, family.out)
-        if set(others) == set(usual):
-            orders = [usual]
-        else:
-            linear = [n for n in others if features(parts[n])]
-            rest = [n for n in others if n not in linear]
-            if len(others) != len(usual) or len(rest) != 1:
-                continue
-            orders = ((*o[:-1], rest[0], o[-1]) for o in itertools.permutations(linear))
-        for order in orders:
-            value = (features(parts[order[-1]]) or (getattr(module, "value_dim", 0),))[0]
-            heads = told(module._parameters[vectors[0]], "numel")()
-            key = ((channels or (0,))[0] - value) // 2
-            names = dict(zip(usual, order))
-            if orders == [usual] or _fit(parts, family, names, (key, value, heads)):
-                for pair in pairs:
-                    named = {"conv1d": convs[0], **dict(zip(VECTORS, pair)), **names}
-                    yield Parts(layer, named, key, value)
+        usual = (*family.widths, family.out)
+        if len(layout.linears) != len(usual):
+            continue
+        named = layout.linears.keys() == {*usual}
+        orders = [usual] if named else itertools.permutations(layout.linears)
+        for order, pair in itertools.product(orders, pairs):
+            names = {"conv1d": layout.conv, **dict(zip(VECTORS, pair)), family.norm: layout.norm}
+            names.update(zip(usual, order))
+            value, heads = layout.linears[order[-1]][0], math.prod(layout.vectors[pair[0]])
+            parts = Parts(layer, names, (layout.channels - value) // 2, value, heads)
+            if named or _fit(layout, parts):
+                yield parts
 
 
-def _fit(parts: dict, family: Family, names: dict, sizes: tuple) -> bool:
+def _fit(layout: Layout, parts: Parts) -> bool:
     """The projections have the sizes of these roles."""
-    value, hidden = features(parts[names[family.out]])
+    family, sizes = FAMILIES[parts.layer], parts[2:]
+    hidden = layout.linears[parts.names[family.out]][1]
     for name, counts in family.widths.items():
-        if features(parts[names[name]]) != (hidden, width_of(counts, sizes)):
+        if layout.linears[parts.names[name]] != (hidden, width_of(counts, sizes)):
             return False
-    return value == sizes[1] and min(sizes) > 0
+    return min(sizes) > 0
+
+
+def width_of(counts: tuple, sizes: tuple) -> int:
+    return sum(count * size for count, size in zip(counts, sizes))
 
 
 def gated_delta_net(
@@ -118,35 +113,42 @@ def gated_delta_net(
     a module that is no Gated DeltaNet layer."""
     if not is_gated_delta_net(module):
         return None
-    parts = next(parts_of(module), None)
+    layout = layout_of(module)
+    parts = next(parts_of(module, layout), None)
     if parts is None:
         return "GatedDeltaNet", "its parts are not those of a Gated DeltaNet layer known here", None
     try:
-        return parts.layer, None, _form(module, parts)
+        return parts.layer, None, _form(module, layout, parts)
     except Refused as why:
         return parts.layer, str(why), None
 
 
-def _form(module: nn.Module, parts: Parts) -> GdnForm:
-    """Returns the form of a module that has the parts of a family; raises Refused, which says why
-    nothing does: it has not the family's forward, sizes or plain weights."""
-    kind = own_class(module)
-    facts = read(kind, module)
-    refuse_hooks(kind, parts.names["conv1d"])
-    reason = _why_not_plain(module, parts)
+def _form(module: nn.Module, layout: Layout, parts: Parts) -> GdnForm:
+    """The form of a module that has the parts of a family; raises Refused, which says why nothing
+    does: it has not the family's forward, sizes or plain weights."""
+    ((_, _, kind, facts),) = inner = tuple(inner_of(module, layout))
+    reason = why_not_plain(module, layout) or _why_not_sizes(module, facts.values, layout, parts)
     if reason is not None:
         raise Refused(reason)
-    is_gated_norm(module._modules[parts.names[FAMILIES[parts.layer].norm]])  # traces cannot look
-    found = _found(module, kind, facts, parts)
-    names, values = dict(found.roles.names), dict(found.roles.values)
-    names["layer_idx"] = found.roles.index
-    view = tuple(_view(module, names, values))
-    read_by_ours = {*values, "training", found.roles.index, f"{names['conv1d']}.bias"}
-    read_by_ours -= {name for name, *_ in view}
-    guards = facts.values_but(*read_by_ours)
-    form = GdnForm(parts.layer, kind, facts.pinned, *found[1:], tuple(guards.items()), view)
-    FORMS[kind] = form
+    found = found_by(_Trial, layout, inner)
+    (layer, names, values), index = found.roles, found.index
+    view = tuple(_view(module, {**names, "layer_idx": index}, values))
+    read_by_ours = {*values, "training", index, f"{names['conv1d']}.bias"}
+    guards = facts.values_but(*read_by_ours.difference([name for name, *_ in view]))
+    known = found.arguments, found.cache, found.mask, tuple(guards.items()), view
+    form = FORMS[kind] = GdnForm(layer, kind, facts.pinned, *known)
     return form
+
+
+def _why_not_sizes(module: nn.Module, values: dict, layout: Layout, parts: Parts) -> Optional[str]:
+    heads, value = parts.heads, parts.value
+    vectors = [math.prod(shape) for shape in layout.vectors.values()]
+    dims = list(_head_dims(module, values, parts.key, heads))
+    if not dims or value % heads or vectors != [heads, heads]:
+        return "its heads of q, k and v do not match"
+    if max(dims[0], value // heads) > MAX_HEAD_DIM:
+        return f"its head dims are above {MAX_HEAD_DIM}"
+    return None
 
 
 def _view(module: nn.Module, names: dict, values: dict) -> Iterator[tuple]:
@@ -165,73 +167,66 @@ def _view(module: nn.Module, names: dict, values: dict) -> Iterator[tuple]:
             raise Refused(f"it has another {name}")
 
 
-def _found(module: nn.Module, kind: type, facts, parts: Parts) -> Found:
-    index = index_among(facts.values)
-    values = facts.values_but("training", index)
-    refuse_reads(module, kind, facts)
-    shapes = [(n, type(p), features(p)) for n, p in module._modules.items()]
-    shapes += [(n, told(p, "shape")) for n, p in module._parameters.items()]
-    conv = module._modules[parts.names["conv1d"]]
-    key = (*form_key(module, kind, facts, values), tuple(shapes), conv.weight.shape,
-           conv.bias is None, repr(sorted(_sizes(module).items())))  # fmt: skip
-    candidates = _candidates(module, facts, index)
-    return remembered(_forms, key, found_by, module, kind, facts, candidates)
-
-
-def _sizes(module: nn.Module) -> dict:
-    return {n: v for n, v in module.__dict__.items() if type(v) is int and n != "layer_idx"}
-
-
-def _candidates(module: nn.Module, facts, index: str) -> Iterator[Roles]:
-    """Returns the possible parts, sizes and flags."""
-    for parts in parts_of(module):
-        family = FAMILIES[parts.layer]
-        heads = told(module._parameters[parts.names["A_log"]], "numel")()
-        inputs = [features(module._modules[parts.names[n]]) for n in family.widths]
-        hidden = next((sizes[0] for sizes in inputs if sizes), 16)
-        widths = [(parts.names[n], counts) for n, counts in family.widths.items()]
-        widths.append((parts.names[family.out], None))
-        taps = module._modules[parts.names["conv1d"]].weight.shape[-1]
-        values = {
-            "num_v_heads": heads, "head_v_dim": parts.value // heads, "key_dim": parts.key,
-            "value_dim": parts.value, "conv_kernel_size": taps,
-        }  # fmt: skip
-        for K in _head_dims(module, parts, heads):
-            more = {"head_k_dim": K, "num_k_heads": parts.key // K}
-            more["activation"] = getattr(module, "activation", "silu")
-            for flag in _flags(module, parts):
-                found = {**values, **more, **flag}
-                yield Roles(parts.layer, tuple(parts.names.items()), tuple(widths), hidden,
-                            tuple(found.items()), index)  # fmt: skip
-
-
-def _head_dims(module: nn.Module, parts: Parts, heads: int) -> Iterator[int]:
-    """Returns the possible head dims of k."""
+def _head_dims(module: nn.Module, values: dict, key: int, heads: int) -> Iterator[int]:
+    """The possible head dims of k: the number of that name, or one that the forward reads."""
     named = getattr(module, "head_k_dim", None)
-    known = [named] if type(named) is int else dict.fromkeys(_sizes(module).values())
+    known = [named] if type(named) is int else dict.fromkeys(values.values())
     for size in known:
-        if size > 0 and not parts.key % size and not heads % (parts.key // size):
+        if type(size) is int and 0 < size <= key and not key % size and not heads % (key // size):
             yield size
 
 
-def _flags(module: nn.Module, parts: Parts) -> list:
-    name = "allow_neg_eigval"
-    if parts.layer != "OlmoHybridGatedDeltaNet":
-        return [{}]
-    flags = [getattr(module, name)] if hasattr(module, name) else [False, True]
-    return [{name: flag} for flag in flags]
+class _Trial(DeltaTrial):
+    """Runs of a class's forward, and of ours."""
 
+    TOLERANCES = {
+        torch.float32: 1e-4, torch.float64: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2,
+    }  # fmt: skip
+    USES = (*DeltaTrial.USES, (2, (3, 1), True))
+    PACKING = Packing("cu_seqlens", "seq_idx")
+    gate = staticmethod(F.silu)
 
-def _why_not_plain(module: nn.Module, parts: Parts) -> Optional[str]:
-    name = parts.names["conv1d"]
-    vectors = {n: module._parameters[parts.names[n]] for n in VECTORS}
-    reason = why_not_plain(name, module._modules[name], vectors)
-    if reason is not None:
-        return reason
-    heads = len(vectors["A_log"])
-    dims = list(_head_dims(module, parts, heads))
-    if not dims or parts.value % heads or len(vectors["dt_bias"]) != heads:
-        return "its heads of q, k and v do not match"
-    if max(dims[0], parts.value // heads) > MAX_HEAD_DIM:
-        return f"its head dims are above {MAX_HEAD_DIM}"
-    return None
+    def __init__(self, *known):
+        super().__init__(*known)
+        self.first = first = next(self.candidates())
+        self.family = FAMILIES[first.layer]
+        self.width = self.layout.linears[first.names[self.family.out]][1]
+        self.V = first.values["head_v_dim"]
+
+    def candidates(self) -> Iterator[Roles]:
+        """The possible parts, sizes and flags."""
+        module, taps = self.module, self.layout.taps
+        flag = getattr(module, NEGATIVE, None)
+        flags = [{NEGATIVE: f} for f in ((False, True) if flag is None else (flag,))]
+        more = {"conv_kernel_size": taps, "activation": getattr(module, "activation", "silu")}
+        for layer, names, key, value, heads in parts_of(module, self.layout):
+            sizes = {"num_v_heads": heads, "head_v_dim": value // heads, "key_dim": key}
+            for K in _head_dims(module, self.facts.values, key, heads):
+                of_keys = {"value_dim": value, "head_k_dim": K, "num_k_heads": key // K}
+                for found in flags if layer == "OlmoHybridGatedDeltaNet" else [{}]:
+                    yield Roles(layer, names, {**sizes, **of_keys, **more, **found})
+
+    def smaller(self) -> Dict[int, int]:
+        values, taps = self.first.values, self.layout.taps
+        H, HV = values["num_k_heads"], values["num_v_heads"]
+        sizes = {1: 1, taps: taps}
+        h, k = sizes.setdefault(H, 2), sizes.setdefault(values["head_k_dim"], 3)
+        hv, v = sizes.setdefault(HV, h * min(HV // H, 2)), sizes.setdefault(self.V, 5)
+        own, small = (values["key_dim"], values["value_dim"], HV), (h * k, hv * v, hv)
+        counts = [(1, 0, 0), (0, 1, 0), (2, 1, 0), *self.family.widths.values()]
+        sizes = agreeing(sizes, [(width_of(c, own), width_of(c, small)) for c in counts])
+        if not sizes or hv % h:
+            return {}
+        sizes.setdefault(self.width, 16)
+        return sizes
+
+    def ours(self, roles: Roles, dtype, index: int) -> Callable:
+        stubs, family = self.stubs(dtype), gdn.FAMILIES[roles.layer]
+        parts = {name: stubs[own] for name, own in roles.names.items()}
+        numbers = {n: self.small(v) if type(v) is int else v for n, v in roles.values.items()}
+        view = SimpleNamespace(**parts, **numbers, layer_idx=index)
+
+        def forward(x, cache=None, mask=None, **more):
+            return gdn.computed(view, family, x, cache, mask, more)
+
+        return forward

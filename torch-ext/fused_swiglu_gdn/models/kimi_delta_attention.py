@@ -1,41 +1,35 @@
 """Recognises the Kimi Delta Attention layers that layers/kda.py computes.
 
 The forwards of its class, and of the parts that have parts of their own, as a forget gate's, give
-what ours gives on a small copy of the layer. The role of each part follows from what the forward
-does with it.
+what ours gives on a small copy of the layer.
 """
 
 import collections
-from typing import Dict, Iterator, Optional, Tuple, Union
+import itertools
+import math
+from typing import Callable, Dict, Iterator, List, Optional, Tuple
 
 import torch
 from torch import nn
 
 from ..gdn.checks import MAX_HEAD_DIM
-from ..layers.delta import is_gated_norm
-from ..layers.kda import KdaForm, Owner
-from ..layers.pinned import found_at
-from ..layers.plain import told
+from ..layers import kda
+from ..layers.kda import Chain, KdaForm, Owner, Roles
 from .code import Refused
+from .delta_copies import Packing
 from .delta_layers import (
-    index_among,
-    is_depthwise,
-    refuse_hooks,
-    refuse_reads,
+    Layout,
+    agreeing,
+    inner_of,
+    layout_of,
+    values_of,
     why_not_plain,
 )
-from .delta_trial import Found
-from .facts import read
-from .kda_trial import Inner, Layout, found_by
-from .serving import own_class
-from .stand_ins import features
-from .trial import form_key, remembered
+from .delta_trial import DeltaTrial, found_by
 
 LAYER = "KimiDeltaAttention"
 USUAL = {"conv1d", "forget_gate", "o_norm"}  # parts of a module that the report has a row for
 NOT_KNOWN = "its parts are not those of a Kimi Delta Attention layer known here"
-
-_forms: Dict[tuple, Union[Found, str]] = {}
 
 
 def kimi_delta_attention(
@@ -43,122 +37,145 @@ def kimi_delta_attention(
 ) -> Optional[Tuple[str, Optional[str], Optional[KdaForm]]]:
     """Our layer for a module, why it is left alone or None, and the form of its class; None for a
     module without the parts by which such a layer is known."""
-    usual = USUAL <= module._modules.keys()
-    convs = [part for part in module._modules.values() if isinstance(part, nn.Conv1d)]
-    if not usual and not any(map(is_depthwise, convs)):
+    usual, layout = USUAL <= module._modules.keys(), layout_of(module)
+    reason = NOT_KNOWN if layout is None else why_not_plain(module, layout) or _why_not(layout)
+    if not usual and reason is not None:
         return None
-    layout = _layout(module)
-    if not usual and (layout is None or _why_not_layout(module, layout) is not None):
-        return None
-    if layout is None:
-        return LAYER, NOT_KNOWN, None
+    if reason is not None:
+        return LAYER, reason, None
     try:
         return LAYER, None, _form(module, layout)
     except Refused as why:
         return LAYER, str(why), None
 
 
-def _leaves(module: nn.Module, prefix: str = "") -> Iterator[Tuple[str, object]]:
-    """The parts and parameters of a module by their paths; instead of a part that has parts or
-    parameters of its own, those."""
-    for name, x in module._parameters.items():
-        if x is not None:
-            yield prefix + name, x
-    for name, part in module._modules.items():
-        if part is None:
-            continue
-        yield prefix + name, part
-        if _has_parts(part):
-            yield from _leaves(part, f"{prefix}{name}.")
+def _sizes(layout: Layout) -> List[int]:
+    """The heads, and the channels of k, by A_log and dt_bias."""
+    return sorted(map(math.prod, layout.vectors.values()))
 
 
-def _has_parts(part: nn.Module) -> bool:
-    whole = features(part) or is_depthwise(part)
-    return not whole and (bool(part._modules) or len(part._parameters) > 1)
-
-
-def _layout(module: nn.Module) -> Optional[Layout]:
-    """Returns the parts of a module, or None if they cannot be those of a layer of ours."""
-    linears, convs, norms, vectors = {}, [], [], {}
-    for path, leaf in _leaves(module):
-        if not isinstance(leaf, nn.Module):
-            vectors[path] = tuple(told(leaf, "shape"))
-        elif features(leaf):
-            linears[path] = features(leaf)
-        elif is_depthwise(leaf):
-            convs.append(path)
-        elif not _has_parts(leaf):
-            norms.append(path)
-    if len(convs) != 1 or len(norms) != 1 or len(vectors) != 2 or len(linears) < 3:
-        return None
-    shape = told(module.get_submodule(convs[0]).weight, "shape")
-    if shape is None or len(shape) != 3:  # it is elsewhere
-        return None
-    D, _, taps = shape
-    sizes = sorted(torch.Size(shape).numel() for shape in vectors.values())
-    (hidden, _), *_ = collections.Counter(given for given, _ in linears.values()).most_common()
-    return Layout(linears, convs[0], norms[0], vectors, sizes[0], D // 3, hidden, taps)
-
-
-def _why_not_layout(module: nn.Module, layout: Layout) -> Optional[str]:
-    conv = module.get_submodule(layout.conv)
-    vectors = {path: found_at(module, path) for path in layout.vectors}
-    reason = why_not_plain(layout.conv, conv, vectors)
-    if reason is not None:
-        return reason
-    D, H = conv.weight.shape[0], layout.heads
-    sizes = sorted(torch.Size(shape).numel() for shape in layout.vectors.values())
-    if D % 3 or sizes != [H, layout.channels] or H < 1 or layout.channels % H:
+def _why_not(layout: Layout) -> Optional[str]:
+    H, P = _sizes(layout)
+    if layout.channels != 3 * P or H < 1 or P % H:
         return "its heads and those of its forget gate do not match"
-    if layout.head_dim > MAX_HEAD_DIM:
+    if P // H > MAX_HEAD_DIM:
         return f"its head dim is above {MAX_HEAD_DIM}"
     return None
 
 
 def _form(module: nn.Module, layout: Layout) -> KdaForm:
-    """Returns the form of a module with such parts; raises Refused, which says why it has none."""
-    reason = _why_not_layout(module, layout)
-    if reason is not None:
-        raise Refused(reason)
-    inner = tuple(_inner(module, layout))
-    is_gated_norm(module.get_submodule(layout.norm))  # while tracing it cannot look
-    found = _found(layout, inner)
-    ours = {found.roles.index, found.roles.bound, "training", f"{layout.conv}.bias"}
+    """The form of a module with such parts; raises Refused, which says why it has none."""
+    inner = tuple(inner_of(module, layout))
+    found = found_by(_Trial, layout, inner)
+    ours = {found.index, found.roles.bound, "training", f"{layout.conv}.bias"}
     owners = []
     for each in inner:
         values = each.facts.values.items()
         guards = tuple([(n, v) for n, v in values if each.below(n) not in ours])
         owners.append(Owner(each.path, each.kind, each.facts.pinned, guards))
-    return KdaForm(inner[0].kind, *found[1:], tuple(owners), found.roles)
+    known = found.arguments, found.cache, found.mask
+    return KdaForm(inner[0].kind, *known, tuple(owners), found.roles)
 
 
-def _inner(module: nn.Module, layout: Layout) -> Iterator[Inner]:
-    """The layer and its parts that have parts of their own; raises Refused."""
-    yield _read("", module, layout)
-    for path, leaf in _leaves(module):
-        if isinstance(leaf, nn.Module) and _has_parts(leaf):
-            yield _read(path, leaf, layout)
+class _Trial(DeltaTrial):
+    """Runs of a class's forward, and of ours."""
 
+    TOLERANCES = {
+        torch.float32: 1e-4, torch.float64: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1,
+    }  # fmt: skip
+    USES = (*DeltaTrial.USES, (2, (7, 1, 4), False))
+    PACKING = Packing("cu_seq_lens_q", "cu_seq_lens_q")
+    # of gates: on both sides of what they bend at, and one whose exponential fp32 has not
+    BIASES = (-30.0, 100.0, 0.5, 25.0, -1.0, 2.0, 14.0, -8.0)
+    BOUNDS = (-5.0, -1.5)  # in the small copy, and in one of the layer's own size
+    gate = staticmethod(torch.sigmoid)
 
-def _read(path: str, module: nn.Module, layout: Layout) -> Inner:
-    kind = own_class(module)
-    facts = read(kind, module)
-    refuse_hooks(kind, "" if path else layout.conv)
-    refuse_reads(module, kind, facts, *(("__call__",) if path else ()))
-    return Inner(path, module, kind, facts)
+    def __init__(self, *known):
+        super().__init__(*known)
+        self.heads, self.channels = _sizes(self.layout)
+        self.V = self.channels // self.heads
+        given = collections.Counter(size for size, _ in self.layout.linears.values())
+        ((self.width, _),) = given.most_common(1)
+        self.values = values_of(self.inner.values())
+        numbers = [(n, v) for n, v in self.values.items() if type(v) in (int, float)]
+        self.bounds = [name for name, value in numbers if value < 0]
 
+    @property
+    def bound(self) -> float:
+        return self.BOUNDS[not self.sizes]
 
-def _found(layout: Layout, inner: Tuple[Inner, ...]) -> Found:
-    """The roles of a layer's parts and arguments, remembered for the layers of a class."""
-    values = {}
-    for each in inner:
-        values.update((each.below(name), v) for name, v in each.facts.values.items())
-    code = tuple([(each.path, each.kind, each.facts.pinned.codes) for each in inner])
-    index = index_among(values)
-    values.pop(index, None)
-    layer = inner[0]
-    of_class = form_key(layer.module, layer.kind, layer.facts, values)
-    biased = layer.module.get_submodule(layout.conv).bias is not None
-    linears, vectors = map(tuple, (layout.linears.items(), layout.vectors.items()))
-    key = code, of_class, linears, vectors, layout[1:3], layout[4:], biased
-    return remembered(_forms, key, found_by, layout, inner, index)
+    def attributes(self, index: int) -> Dict[str, object]:
+        return {**super().attributes(index), **dict.fromkeys(self.bounds, self.bound)}
+
+    def vector(self, path: str, seed: int) -> torch.Tensor:
+        x = super().vector(path, seed)
+        if x.numel() == self.small(self.channels):
+            biases = torch.tensor(self.BIASES).double()
+            x = biases.repeat(-(-x.numel() // len(biases)))[: x.numel()].view(x.shape)
+        return x
+
+    def smaller(self) -> Dict[int, int]:
+        taps = self.layout.taps
+        sizes = {1: 1, taps: taps}
+        heads, dim = sizes.setdefault(self.heads, 3), sizes.setdefault(self.V, 7)
+        sizes = agreeing(sizes, [(n * self.channels, n * heads * dim) for n in (1, 2, 3)])
+        if sizes:
+            sizes.setdefault(self.width, 17)
+            free = (n for n in itertools.count(5) if n not in sizes.values())
+            for _, width in self.layout.linears.values():
+                if width not in sizes:
+                    sizes[width] = next(free)
+        return sizes
+
+    def ours(self, roles: Roles, dtype, index: int) -> Callable:
+        probe = self.probe(dtype, False, index)
+        bound = None if roles.bound is None else self.bound
+
+        def forward(x, cache=None, mask=None, cu_seq_lens_q=None):
+            return kda.kimi_delta_attention(probe, roles, x, cache, mask, cu_seq_lens_q, bound)
+
+        return forward
+
+    def packed(self, ends: torch.Tensor) -> dict:
+        return {"cu_seq_lens_q": ends}
+
+    # -- roles
+
+    def candidates(self) -> Iterator[Roles]:
+        """The possible roles: usual ones first, in the order of the layer's parts."""
+        H, P, layout = self.heads, self.channels, self.layout
+        pairs = [pair for pair in itertools.permutations(layout.vectors)
+                 if [math.prod(layout.vectors[path]) for path in pair] == [H, P]]  # fmt: skip
+        words = dict.fromkeys(["silu", *(v for v in self.values.values() if type(v) is str)])
+        more = list(itertools.product(pairs, (*self.bounds, None), words))
+        for out in [path for path, sizes in layout.linears.items() if sizes == (P, self.width)]:
+            others = [path for path in layout.linears if path != out]
+            for *mixed, f, z, b in self.placed((P, P, P, P, P, H), others):
+                if any(len(chain) > 1 for chain in mixed):
+                    continue
+                for (A_log, dt_bias), bound, activation in more:
+                    yield Roles(
+                        tuple([path for path, in mixed]), f, z, b, layout.conv, layout.norm, out,
+                        A_log, dt_bias, self.index, activation, bound,
+                    )  # fmt: skip
+
+    def placed(self, widths: Tuple[int, ...], paths: List[str]) -> Iterator[List[Chain]]:
+        """Chains of projections with these widths, which have each of the paths once."""
+        if not widths:
+            if not paths:
+                yield []
+            return
+        for chain in self.chains(widths[0], paths):
+            left = [path for path in paths if path not in chain]
+            for others in self.placed(widths[1:], left):
+                yield [chain, *others]
+
+    def chains(self, width: int, paths: List[str]) -> Iterator[Chain]:
+        """A projection of the hidden states to this width, or two, one after the other."""
+        linears = self.layout.linears
+        for first in [path for path in paths if linears[path][0] == self.width]:
+            if linears[first][1] == width:
+                yield (first,)
+            for second in paths:
+                if second != first and linears[second] == (linears[first][1], width):
+                    yield first, second
