@@ -419,7 +419,7 @@ def test_functions_of_kernelize(hopper):
     for name in ("mlp", "norm_trial", "attention_trial", "layer_trial"):
         for table in ("_found", "_forms"):
             getattr(submodule(f"models.{name}"), table, {}).clear()
-    for most in (4600, 1050):
+    for most in (4400, 1050):
         model = random_model("llama")
         reports = []
         found = once(lambda model=model, to=reports: to.append(hopper.kernelize(model)), apart=())

@@ -2,7 +2,7 @@
 by their calls in a run: the comparison with ours (attention_trial.py) says which are right."""
 
 import itertools
-from typing import Iterator, List, NamedTuple, Optional, Tuple
+from typing import Dict, Iterator, List, NamedTuple, Optional, Set, Tuple
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ class Case(NamedTuple):
     """One run of an equivalence check."""
 
     B: int
-    T: int
+    T: int = 5
     rotary: Optional[float] = 1.0  # the width of the tables, of the head dim; None: none are given
     tables: int = 0  # the batch of the tables, as the input's by default
     cached: bool = False
@@ -33,20 +33,20 @@ class Case(NamedTuple):
     by_position: bool = False
 
 
-FIRST = Case(2, 5, cached=True, masked=True)
+FIRST = Case(2, cached=True, masked=True)
 TRAINING = FIRST._replace(training=True)
-CASES = (  # with and without a cache, a mask and training
+CASES = (  # with and without a cache, a mask and training; each gets several numbers of tokens
     FIRST,
-    Case(1, 3, cached=True, masked=True, training=True, values="mixed", words=0),
-    Case(2, 1, tables=1, cached=True, values="+", words=3),
-    Case(1, 2, cached=True, training=True, values="-", by_position=True),
-    Case(9, 5, masked=True, dtype=torch.bfloat16),
-    Case(3, 2, tables=1, masked=True, training=True, dtype=torch.float16),
-    Case(2, 3, dtype=torch.float32, words=0, by_position=True),
-    Case(1, 1, training=True, values="mixed"),
+    Case(1, cached=True, masked=True, training=True, values="mixed", words=0),
+    Case(2, tables=1, cached=True, values="+", words=3),
+    Case(1, cached=True, training=True, values="-", by_position=True),
+    Case(9, masked=True, dtype=torch.bfloat16),
+    Case(3, tables=1, masked=True, training=True, dtype=torch.float16),
+    Case(2, dtype=torch.float32, words=0, by_position=True),
+    Case(1, training=True, values="mixed"),
 )
-WITHOUT, PARTIAL = Case(2, 3, None), Case(2, 3, 0.5, masked=True)
-WIDE = [Case(2, 3, dtype=t, of_tables=torch.float32) for t in (torch.bfloat16, torch.float16)]
+WITHOUT, PARTIAL = Case(2, rotary=None), Case(2, rotary=0.5, masked=True)
+WIDE = [Case(2, dtype=t, of_tables=torch.float32) for t in (torch.bfloat16, torch.float16)]
 
 
 class Run(NamedTuple):
@@ -66,33 +66,10 @@ class Run(NamedTuple):
 HEADS = tuple(itertools.starmap(Heads, itertools.product(GATES, NORMS, (*ROTARY, None))))
 
 
-class Calls(NamedTuple):
-    """The sources of what the registry, the attention function and the cache get in a run."""
-
-    implementation: Word
-    words: Tuple[Word, ...]  # keywords of the attention function
-    index: Optional[Word]  # of the cache's layer
-    updates: Tuple[Word, ...]  # what the cache gets besides, by position
-    updates_with: Tuple[Word, ...]  # and by keyword
-    stored: Optional[Word]  # the key under which keys and values are stored, or found
-
-
-class Plan(NamedTuple):
-    """The parts of a forward's computation that are the same in every run."""
-
-    projections: Tuple[str, ...]
-    q_norm: Optional[str]
-    k_norm: Optional[str]
-    v_norm: Optional[str]
-    gate: Optional[str]
-    gate_by: Optional[str]
-    out: str
-    v_scale: Optional[str]
-    heads: Heads
-
-
 class Learning(Trial):
     """The part of an equivalence check (attention_trial.py) that finds roles."""
+
+    DIMS: Tuple[int, ...] = (3, 2)  # that tables may have
 
     READS = {
         "hidden": lambda how, optional: (
@@ -125,7 +102,8 @@ class Learning(Trial):
     def first(self) -> NamedTuple:
         """The form that agrees with a first run, with tables for each row or for all rows."""
         reason = None
-        for self.dims in (3, 2):
+        for dims in self.DIMS:
+            self.dims = dims
             try:
                 return self.fitting(*self.with_tables())
             except Refused as why:
@@ -135,10 +113,9 @@ class Learning(Trial):
         raise reason
 
     def with_tables(self) -> Tuple[Run, Run]:
+        """First runs with tables of the first width with which they do not raise."""
         error = None
-        widths = [(n, 0) for n in dict.fromkeys([1, 2, *self.widths()])]
-        angles = [(n, n // 2) for n in self.widths() if n % 2 == 0]
-        for sizes in [*widths, *((n, n) for n in self.numbers()), *angles]:
+        for sizes in self.widths_of_tables():
             self.D, self.R = sizes
             try:
                 return self.learned(self.first_runs)
@@ -146,14 +123,34 @@ class Learning(Trial):
                 error = error or why
                 if self.tables is None:
                     raise
-        raise error
+        raise error or Refused("none of its projections makes latents")
+
+    def widths_of_tables(self) -> List[Tuple[int, int]]:
+        """The head dims, and widths of the tables or 0, that are to be tried."""
+        dims, numbers = list(self.head_dims()), self.numbers()
+        found = [(n, 0) for n in dict.fromkeys([1, 2, *dims])] + [(n, n) for n in numbers]
+        return found + [(n, n // 2) for n in dims if n % 2 == 0]
 
     def forms(self, run: Run) -> Iterator[NamedTuple]:
         """The possible forms, by what the parts were given and gave in a run."""
         self.sizes = sizes_in(run)
+        known = {
+            **self.fields(), "store": self.store, "stored": self.stored, "takes": self.takes,
+            "sizes": self.sizes, "D": self.D, "dims": self.dims, "widths": (self.R or self.D,),
+            "wide": False, "optional": False, "training_words": self.training_words,
+        }  # fmt: skip
+        identities = [n for n, part in self.parts.items() if isinstance(part, nn.Module)]
         for plan in plans_of(self, run):
             for positions in dict.fromkeys((None, self.positions)):
-                yield AttentionForm(self.kind, FREE, (), *self.fields(plan, positions))
+                more = {"positions": positions, "identities": tuple(identities)}
+                yield AttentionForm(**known, **plan, **more)
+
+    def fields(self) -> Dict[str, object]:
+        """The fields that a form of attention has, whatever its parts do."""
+        return {
+            "kind": self.kind, "pinned": FREE, "guards": (), "arguments": self.arguments(),
+            "tables": self.tables, "cache": self.cache, "mask": self.mask, **self.calls,
+        }  # fmt: skip
 
     def more_of(self, gate: Optional[str]) -> List[tuple]:
         """The functions of a gate, and attributes by which values may be multiplied."""
@@ -173,18 +170,17 @@ class Learning(Trial):
             self.mask = word.what if word is not None and word.how == "argument" else None
             if self.mask is None:
                 raise Refused("it changes the attention mask")
-        self.calls, self.training_words = self.calls_of(run), self.calls_of(training).words
+        self.given_on: Set[str] = set()
+        self.training_words = self.calls_of(training)["words"]
+        self.calls = self.calls_of(run)
         # attributes that reach the attention function or the cache, and nothing else
-        implementation, words, index, updates, updates_with, stored = self.calls
-        met = (implementation, index, stored, *words, *updates, *updates_with, *self.training_words)
-        attributes = [word.what for word in met if word is not None and word.how == "attribute"]
-        self.handed = self.handed.intersection(attributes)
+        self.handed = self.handed.intersection(self.given_on)
         found = next((form for form in self.forms(run) if self.agrees(form, FIRST, run)), None)
         if found is None:
             raise Refused("its values or output, or its queries and keys are another formula")
         return found
 
-    def widths(self) -> Iterator[int]:
+    def head_dims(self) -> Iterator[int]:
         """Candidates for the head dim."""
         outs = [p.sizes[1] for p in self.parts.values() if isinstance(p, Part) and p.sizes[1:]]
         sizes = [v for v in self.numbers() if any(n % v == 0 for n in outs)]
@@ -197,40 +193,35 @@ class Learning(Trial):
 
     # ------------------------------------------------------------------ what is learned
 
-    def fields(self, plan: Plan, positions: Optional[str]) -> tuple:
-        """The fields of an AttentionForm that follow its guards."""
-        calls = self.calls
-        identities = [n for n, part in self.parts.items() if isinstance(part, nn.Module)]
-        return (
-            self.arguments(), self.tables, self.cache, self.mask, positions, self.store,
-            calls.stored, self.takes, calls.index, calls.updates, calls.updates_with,
-            plan.projections, self.sizes, *plan[1:], self.D, self.dims, (self.R or self.D,), False,
-            False, tuple(identities), calls.implementation, calls.words, self.training_words,
-            self.rests, self.eager,
-        )  # fmt: skip
-
     def others(self) -> tuple:
         return super().others(self.tables, self.cache, self.mask, self.positions, self.store)
 
-    def calls_of(self, run: Run) -> Calls:
+    def calls_of(self, run: Run) -> Dict[str, object]:
+        """The sources of what the registry, the attention function and the cache get in a run, by
+        the fields of a form."""
         _, _, k, v, _, keywords, _ = run.interface.calls[0]
-        ((name, self.eager),) = run.interface.asked
-        self.rests, keywords = self.passed(keywords, run)
-        caches = [v for v in run.given.values() if type(v) is Cache and v.calls]
-        index, stored, updates, more = None, None, (), {}
-        if caches:
-            _, _, layer, updates, more = caches[0].calls[0]
-            index = self.word("", layer, run)
-        if self.store is not None:
-            calls = run.given[self.store].calls
-            if len(calls) != 1 or not alike(calls[0][1], (k, v)):
-                raise Refused(f"it has other things in {self.store}")
-            stored = self.word("", calls[0][0], run)
-        name, words = self.word("", name, run), self.words(keywords, run)
-        if not {word.how for word in (name, index, stored) if word is not None} <= {*ALONE}:
+        ((name, eager),) = run.interface.asked
+        rests, keywords = self.passed(keywords, run)
+        name, index, updates, more = self.word("", name, run), None, (), {}
+        for cache in run.given.values():
+            if type(cache) is Cache and cache.calls:
+                _, _, layer, updates, more = cache.calls[0]
+                index = self.word("", layer, run)
+        self.stored = self.key_of(run, (k, v)) if self.store is not None else None
+        if not {word.how for word in (name, index, self.stored) if word is not None} <= {*ALONE}:
             raise Refused("it makes the name of its attention function, or its cache's layer")
-        updates = tuple(self.word("", value, run) for value in updates)
-        return Calls(name, words, index, updates, self.words(more, run), stored)
+        return {
+            "implementation": name, "eager": eager, "rests": rests, "index": index,
+            "words": self.words(keywords, run), "updates_with": self.words(more, run),
+            "updates": tuple(self.word("", value, run) for value in updates),
+        }  # fmt: skip
+
+    def key_of(self, run: Run, pair: tuple) -> Word:
+        """The source of the key under which keys and values are stored, or found."""
+        calls = run.given[self.store].calls
+        if len(calls) != 1 or not alike(calls[0][1], pair):
+            raise Refused(f"it has other things in {self.store}")
+        return self.word("", calls[0][0], run)
 
     def words(self, values: dict, run: Run) -> Tuple[Word, ...]:
         return tuple(self.word(name, value, run) for name, value in values.items())
@@ -245,6 +236,7 @@ class Learning(Trial):
         if issubclass(type(value), Opaque):
             path = name_of(value)
             if path.startswith("self."):
+                self.given_on.add(path[5:])
                 return Word(name, "attribute", path[5:])
         elif type(value) is dict and alike(value, run.rest):
             return Word(name, "rest")
@@ -274,51 +266,53 @@ def sizes_in(run) -> Tuple[int, int, int]:
     return q[1] * q[3], k[1] * k[3], v[1] * v[3]
 
 
-def plans_of(trial, run) -> Iterator[Plan]:
-    """Every plan of the parts that a run has called, whose widths fit."""
+def plans_of(trial, run) -> Iterator[Dict[str, object]]:
+    """The fields of a form that its parts are, for all parts that a run has called, by widths."""
     at, names = run.log.index(None), [entry[0] for entry in run.log if entry is not None]
     if len({*names}) != len(names):
         raise Refused("it calls a part twice")
     sizes = {name: trial.parts[name].sizes for name in names}
-    ended, before = names[at:], names[:at]
-    products = [name for name in before if len(sizes[name]) == 2]
-    norms = [name for name in before if len(sizes[name]) == 1]
-    of_values = [name for name in before if not sizes[name]] or [None]
+    before, (*gates, out) = names[:at], names[at:] or [None]
+    of_values, norms, products = ([n for n in before if len(sizes[n]) == i] for i in range(3))
     if trial.takes:  # its keys and values are another layer's
         norms = norms * 2 if len(norms) == 1 and len(products) == 1 else norms
-    *gates, out = ended or [None]
     gates = gates or (products if len(products) > 3 else [None])
-    if out is None or len(of_values) != 1 or len(norms) not in (0, 2) or len(products) > 4:
+    if out is None or len(of_values) > 1 or len(norms) not in (0, 2) or len(products) > 4:
         raise Refused("its parts are called in another order, or other ones")
     normed = [*itertools.permutations(norms)] if norms else [(None, None)]
     for gate in gates:
         made = [name for name in products if name != gate]
+        ways = [*itertools.product(HEADS, normed, trial.more_of(gate))]
         for order in itertools.permutations(made):
             widths = [sizes[name][1] for name in order]
-            for heads, pair, more in itertools.product(HEADS, normed, trial.more_of(gate)):
-                gated, v_scale = (gate, more[0]), more[1]
-                plan = Plan(order, *pair, of_values[0], *gated, out, v_scale, heads)
+            for heads, (q_norm, k_norm), (gate_by, v_scale) in ways:
+                plan = {
+                    "projections": order, "q_norm": q_norm, "k_norm": k_norm,
+                    "v_norm": next(iter(of_values), None), "gate": gate, "gate_by": gate_by,
+                    "out": out, "v_scale": v_scale, "heads": heads,
+                }  # fmt: skip
                 if (heads.norm == "none") != bool(norms) and _fits(trial, run, plan, widths):
                     yield plan
 
 
-def _fits(trial, run, plan: Plan, widths: List[int]) -> bool:
+def _fits(trial, run, plan: dict, widths: List[int]) -> bool:
     """The projections are as wide as the plan has them."""
     q, k, v = trial.sizes
-    heads, q = plan.heads, q * (1 + plan.heads.gated)
+    heads, gate = plan["heads"], plan["gate"]
+    q *= 1 + heads.gated
     if heads.rotary is not None and not run.tables:
         return False
-    if plan.gate is not None and (heads.gated or not _gates(trial, run, plan)):
+    if gate is not None and (heads.gated or not _gates(trial, run, gate)):
         return False
     if trial.takes:
-        return widths == [q] and heads.norm != "all" and plan.v_norm is None
+        return widths == [q] and heads.norm != "all" and plan["v_norm"] is None
     if len(widths) == 1:
         return widths == [q + k + v] and not heads.gated
     return widths == [q, k, v] or widths == [q, k] and k == v
 
 
-def _gates(trial, run, plan: Plan) -> bool:
-    """The plan's gate has a number for each head, or each channel of what attention gives."""
+def _gates(trial, run, gate: str) -> bool:
+    """The gate has a number for each head, or each channel of what attention gives."""
     q, k, v = (t.shape for t in run.interface.calls[0][1:4])
-    size = trial.parts[plan.gate].sizes
+    size = trial.parts[gate].sizes
     return len(size) == 2 and size[1] in (q[1], q[1] * v[3])

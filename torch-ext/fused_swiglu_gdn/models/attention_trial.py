@@ -7,8 +7,8 @@ compared with each of our forms. The check gives the plan of our forward.
 
 import contextlib
 import functools
+import inspect
 import itertools
-from types import CodeType
 from typing import Callable, Dict, Iterator, List, Optional
 
 import torch
@@ -18,7 +18,6 @@ from ..attention.reference import qk_norm_rope_fwd, sigmoid_gate_fwd
 from ..layers.attention import Attention, AttentionForm
 from ..layers.norm import NormForm
 from ..layers.pinned import GIVEN, found_at
-from ..layers.pins import names_in
 from ..layers.plain import told
 from .attention_learning import CASES, PARTIAL, WIDE, WITHOUT, Case, Learning, Run
 from .code import Refused
@@ -68,15 +67,8 @@ def asks_for_attention(kind: type) -> bool:
     """True if a method of the class calls the registry of attention functions."""
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         for value in vars(base).values():
-            for _ in range(20):  # decorators
-                if not hasattr(value, "__wrapped__"):
-                    break
-                value = value.__wrapped__
-            code = getattr(value, "__code__", None)
-            if code is None:
-                continue
-            inner = [c for c in code.co_consts if isinstance(c, CodeType)]
-            if "get_interface" in code.co_names or inner and "get_interface" in names_in(code):
+            code = getattr(inspect.unwrap(value), "__code__", None)
+            if code is not None and "get_interface" in code.co_names:
                 return True
     return False
 
@@ -275,7 +267,10 @@ class AttentionTrial(Learning):
     def guarded(self, form, values: dict):
         """The form, with all that each call has to compare."""
         values = self.guards(_without(values, self.handed))
-        guards = {**values, **dict.fromkeys(self.given_on(), GIVEN)}
+        # what ours hands on was not None; the name of the attention function and the cache's layer
+        # are never that
+        known = {word.what for word in (form.implementation, form.index) if word is not None}
+        guards = {**values, **dict.fromkeys(sorted(self.handed - known), GIVEN)}
         guards.update({} if self.trains else {"training": False})
         return form._replace(pinned=self.facts.pinned, guards=tuple(guards.items()))
 
@@ -286,20 +281,15 @@ class AttentionTrial(Learning):
             self.check(ours, self.called(case, absent=absent))
 
     def cases(self) -> Iterator[Case]:
-        """CASES, and with the numbers of tokens that have to be tried."""
-        cases = [case._replace(training=self.trains and case.training) for case in CASES]
-        yield from cases
+        """CASES, with the numbers of tokens that have to be tried; long inputs are in fp64."""
         sizes = [size for part in self.parts.values() for size in getattr(part, "sizes", ())]
-        tokens = {*sizes_of(self.facts, max(sizes))} - {case.T for case in cases}
-        for case, T in zip(itertools.cycle(cases), sorted(tokens)):
-            yield case._replace(B=1, T=T, tables=0, dtype=F64 if T > 66 else case.dtype)
-
-    def given_on(self) -> List[str]:
-        """Attributes that ours hands on, and that were not None; the name of the attention function
-        and the cache's layer are never that."""
-        implementation, _, index, *_ = self.calls
-        known = {word.what for word in (implementation, index) if word is not None}
-        return sorted(self.handed - known)
+        tokens = sizes_of(self.facts, max(sizes))
+        for case, T in together(list(CASES), [n for n in tokens if n <= 66]):
+            B = case.B + (case.B == T)  # rows and tokens are not as many
+            yield case._replace(B=B, T=T, training=self.trains and case.training)
+        for case, T in zip(itertools.cycle(CASES), [n for n in tokens if n > 66]):
+            training = self.trains and case.training
+            yield case._replace(B=1, T=T, tables=0, dtype=F64, training=training)
 
     def agrees(self, form, case: Case, run: Optional[Run] = None) -> bool:
         try:

@@ -43,8 +43,13 @@ def is_depthwise(part: nn.Module) -> bool:
     return isinstance(part, nn.Conv1d) and part.groups == part.in_channels == part.out_channels
 
 
+def _sizes(part: nn.Module) -> tuple:
+    """Those of a projection, also with adapters beside it, as PEFT's modules have them."""
+    return features(part) or features(part._modules.get("base_layer"))
+
+
 def _has_parts(part: nn.Module) -> bool:
-    whole = features(part) or is_depthwise(part)
+    whole = _sizes(part) or is_depthwise(part)
     return not whole and (bool(part._modules) or len(part._parameters) > 1)
 
 
@@ -70,8 +75,8 @@ def layout_of(module: nn.Module) -> Optional[Layout]:
     for path, leaf in _leaves(module):
         if not isinstance(leaf, nn.Module):
             vectors[path] = tuple(told(leaf, "shape"))
-        elif features(leaf):
-            linears[path] = features(leaf)
+        elif _sizes(leaf):
+            linears[path] = _sizes(leaf)
         elif is_depthwise(leaf):
             convs.append(path)
         elif not _has_parts(leaf):

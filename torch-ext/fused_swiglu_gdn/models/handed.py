@@ -133,9 +133,15 @@ class Watched:
 def attributes_of(module: nn.Module, paths, values: Dict[str, object], seen: set) -> dict:
     """Attributes of a probe module: these values by their paths; objects on the way to the paths
     note in `seen` what else they are asked for."""
-    roots = {path.split(".")[0] for path in (*paths, *values) if "." in path}
-    made = {name: Watched(module.__dict__[name], name, seen, values) for name in roots}
-    return {**made, **{path: value for path, value in values.items() if "." not in path}}
+    made: Dict[str, object] = {}
+    for path in (*paths, *values):
+        name, _, more = path.partition(".")
+        if not more:
+            if path in values:
+                made[name] = values[path]
+        elif name not in made:
+            made[name] = Watched(module.__dict__[name], name, seen, values)
+    return made
 
 
 def readable(module: nn.Module, path: str) -> bool:

@@ -1,11 +1,11 @@
 """Recognises modules of multi-head latent attention, by a trial of their class's own forward.
 
-Which part makes what follows from a run on stubs; how queries and keys are turned, and whether
-layers/latent_attention.py computes the same, from the comparison with ours in each case.
+Which part makes what, how queries and keys are turned, and whether layers/latent_attention.py
+computes the same, follows from the comparison with ours of all that the parts' sizes allow.
 """
 
 import itertools
-from typing import Iterator, List, NamedTuple, Optional, Tuple
+from typing import Dict, Iterator, List, Optional, Tuple
 
 import torch
 from torch import nn
@@ -20,18 +20,7 @@ from .code import Refused
 from .facts import read
 from .handed import Cache
 from .serving import own_class
-from .stand_ins import F64, FREE, KeepsFp64, features, random, same
-
-
-class Parts(NamedTuple):
-    """The parts of a forward's computation, the same in every run."""
-
-    queries: Tuple[str, ...]
-    kv_a: str
-    kv_norm: str
-    kv_b: str
-    out: str
-    gate: Optional[str]
+from .stand_ins import F64, KeepsFp64, Part, features, random
 
 
 def latent_form(module: nn.Module) -> LatentForm:
@@ -95,6 +84,7 @@ class LatentTrial(AttentionTrial):
         **AttentionTrial.READS,
         "tables": lambda how, optional: how in ("__iter__", "__getitem__", "to"),
     }
+    DIMS = (3,)
     trains = False  # calls in training are the class's own
     ours = _Ours
 
@@ -111,23 +101,12 @@ class LatentTrial(AttentionTrial):
         dtype = F64 if case.dtype is F64 else torch.float32
         return [torch.complex(*[random(*size, seed=seed, dtype=dtype) for seed in (21, 22)])]
 
-    def first(self) -> LatentForm:
-        reason = None
-        for width in self.widths():
-            self.R = width
-            try:
-                return self.fitting(*self.learned(self.first_runs))
-            except Refused as why:
-                reason = reason or why
-        raise reason or Refused("none of its projections makes latents")
-
-    def widths(self) -> Iterator[int]:
-        """Candidates for R: what a projection makes beside latents."""
-        parts = self.parts.values()
-        sizes = [part.sizes for part in parts if hasattr(part, "sizes")]
+    def widths_of_tables(self) -> List[Tuple[int, int]]:
+        """What a projection makes beside latents."""
+        sizes = [part.sizes for part in self.parts.values() if isinstance(part, Part)]
         norms = {size[0] for size in sizes if len(size) == 1}
         outs = [size[1] for size in sizes if len(size) == 2 and size[0] == self.width]
-        yield from dict.fromkeys(out - C for out in outs for C in norms if out > C)
+        return [(1, n) for n in dict.fromkeys(out - C for out in outs for C in norms if out > C)]
 
     def form(self, values: dict) -> LatentForm:
         form = self.first()
@@ -137,18 +116,13 @@ class LatentTrial(AttentionTrial):
     def forms(self, run: Run) -> Iterator[LatentForm]:
         if self.store is not None:
             raise Refused("it stores keys and values for other layers")
-        implementation, words, index, updates, updates_with, _ = self.calls
-        parts, sizes = self.planned(run)
-        scaled = dict.fromkeys((None, self.positions))
-        for rotary, positions in itertools.product((None, *ROTARY), scaled):
-            yield LatentForm(
-                self.kind, FREE, (), self.arguments(), self.tables, self.cache, self.mask,
-                positions, index, updates, updates_with, *parts, rotary, sizes,
-                implementation, words, self.rests, self.eager,
-            )  # fmt: skip
+        known = self.fields()
+        for plan, rotary in itertools.product(self.plans_of(run), (None, *ROTARY)):
+            for positions in dict.fromkeys((None, self.positions)):
+                yield LatentForm(**known, **plan, rotary=rotary, positions=positions)
 
-    def planned(self, run: Run) -> Tuple[Parts, tuple]:
-        """The parts by what they are given and give, in a run with a cache; C, R, N and V."""
+    def plans_of(self, run: Run) -> Iterator[Dict[str, object]]:
+        """The fields of a form that its parts are, by their sizes, in a run with a cache."""
         _, q, k, v, *_ = run.interface.calls[0]
         if not all(isinstance(t, torch.Tensor) and t.ndim == 4 for t in (q, k, v)):
             raise Refused("it gives its attention function other things than heads")
@@ -158,37 +132,24 @@ class LatentTrial(AttentionTrial):
         c, r = cache.calls[0][:2]
         if not c.ndim == r.ndim == 4 or not c.shape[1] == r.shape[1] == 1:
             raise Refused("it keeps something else than latents in the cache")
-        log = run.log[: run.log.index(None)]
-        by_output = {y.data_ptr(): (name, x) for name, x, y in log}
-        norm = next(
-            (e for e in log if e[2].numel() == c.numel() and same(e[2].view_as(c), c)), None
-        )
-        out = next((n for n, _, y in filter(None, run.log) if y is run.result[0]), None)
-        if norm is None or out is None:
-            raise Refused("its latents are not those of a norm, or its output not a projection's")
-        (_, H, _, D), C = q.shape, c.shape[3]
-        kv_a = next((n for n, x, y in log if x is run.x and same(y[..., :C], norm[1])), None)
-        kv_b = next(
-            (n for n, x, _ in log if x.shape[-1] == C and x.shape[-2] == 2 * c.shape[2]), None
-        )
-        queries, gate = (), None
-        for name, x, y in filter(None, run.log):
-            if name in (kv_a, norm[0], kv_b, out):
+        (_, H, _, D), C, R, V, hidden = q.shape, c.shape[3], r.shape[3], v.shape[3], self.width
+        usual = [(hidden, C + R), (C,), (C, H * (D - R + V)), (H * V, hidden)]
+        sizes = {name: self.parts[name].sizes for name, *_ in filter(None, run.log)}
+        for parts in itertools.permutations(sizes, 4):
+            if [sizes[name] for name in parts] != usual:
                 continue
-            if y.shape[-1] == H and x is run.x and len(self.parts[name].sizes) == 2 and D != 1:
-                gate = name
-            elif y.shape[-1] == H * D:
-                queries = (name,)
-                if x is not run.x:
-                    between = by_output.get(x.data_ptr(), (None, None))
-                    before = by_output.get(getattr(between[1], "data_ptr", int)(), (None, None))
-                    if before[1] is not run.x:
-                        raise Refused("its queries are of something else than the hidden states")
-                    queries = (before[0], between[0], name)
-        found = Parts(queries, kv_a, norm[0], kv_b, out, gate)
-        used = {*queries, *filter(None, found[1:])}
-        called = [entry[0] for entry in filter(None, run.log)]
-        if not queries or None in found[:-1] or {*called} != used or len(called) != len(used):
-            raise Refused("its parts are called in another order, or other ones")
-        R = r.shape[3]
-        return found, (C, R, D - R, v.shape[3])
+            kv_a, kv_norm, kv_b, out = parts
+            others = [name for name in sizes if name not in parts]
+            gates: list = [None] if len(others) % 2 else others
+            for gate in [n for n in gates if n is None or sizes[n] == (hidden, H)]:
+                for queries in itertools.permutations([n for n in others if n != gate]):
+                    widths = [sizes[name] for name in queries]
+                    between = widths[0][1:]
+                    if widths in (
+                        [(hidden, H * D)],
+                        [(hidden, *between), between, (*between, H * D)],
+                    ):
+                        yield {
+                            "queries": queries, "kv_a": kv_a, "kv_norm": kv_norm, "kv_b": kv_b,
+                            "out": out, "gate": gate, "sizes": (C, R, D - R, V),
+                        }  # fmt: skip

@@ -119,7 +119,7 @@ class _Trial(Trial):
 
     def __init__(self, module, kind, facts, norms, plain, outputs: Tuple[int, ...]):
         super().__init__(module, kind, facts)
-        self.norms, self.plain, self.outputs = norms, tuple(plain), outputs
+        self.norms, self.plain, self.outputs = norms, tuple(sorted(plain)), outputs
         self.parts, self.factor = dict(module._modules), None
         self.buffers = {n: random(1, seed=5 + i) for i, n in enumerate(_scalars(module))}
         for i, name in enumerate(self.parts):
@@ -166,9 +166,11 @@ class _Trial(Trial):
         return Beside(*names[begin:end]), names[:begin] + names[end:]
 
     def further(self) -> Iterator[dict]:
-        """The arguments of further runs: each input and mode, with other arguments left out."""
-        modes, inputs = self.facts.modes, inputs_of(self.facts, DTYPES, 4, (3,))
-        ways = list(itertools.product(modes, inputs))
+        """The arguments of further runs: each input and mode, with other arguments left out; of
+        other people's code each input in each mode."""
+        modes, inputs = list(self.facts.modes), list(inputs_of(self.facts, DTYPES, 4, (3,)))
+        pairs = itertools.product if self.facts.named else together
+        ways = list(pairs(modes, inputs))
         left_out = toggles(self.others(self.factor))
         for i, (absent, (training, x)) in enumerate(together(left_out, ways)):
             yield {

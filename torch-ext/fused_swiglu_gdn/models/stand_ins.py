@@ -8,14 +8,15 @@ None, and raises if it is read. So a forward that gives the formula's numbers ha
 import contextlib
 import functools
 import math
-from typing import Callable, Dict, Optional, Tuple
+import operator
+from types import SimpleNamespace
+from typing import Callable, Dict, Optional
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ..layers.pinned import Pinned
 from .code import Refused
 from .opaque import read_by
 
@@ -132,8 +133,8 @@ def run(forward: Callable, probe: nn.Module, *args: object, **words: object) -> 
         raise
     except Exception as error:
         raise Raises(error) from None
-    changed = [name for name, value in attributes.items() if before.get(name) is not value]
-    if changed or len(attributes) != len(before):
+    same_names = list(attributes) == list(before)
+    if not same_names or not all(map(operator.is_, attributes.values(), before.values())):
         raise Refused("its forward sets attributes")
     return found
 
@@ -200,17 +201,7 @@ class KeepsFp64(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-class _Free(Pinned):
-    """Nothing is pinned: in a trial."""
-
-    def __init__(self):
-        self.methods = frozenset()
-
-    def unchanged(self, module=None, guards=()) -> bool:
-        return True
-
-
-FREE = _Free()
+FREE = SimpleNamespace(unchanged=lambda *known: True)  # nothing is pinned: in a trial
 
 
 class Part:
@@ -249,6 +240,9 @@ class Part:
         return y
 
 
+MOST_OUTPUTS = 3  # of a part of a layer
+
+
 class Block:
     """A part of a layer that logs its calls in the trial's current log.
 
@@ -260,6 +254,8 @@ class Block:
 
     def __init__(self, name: str, seed: int, trial, is_norm: bool):
         self.name, self.seed, self.trial, self.is_norm = name, seed, trial, is_norm
+        # further outputs, which may be given to another part alone
+        self.rest = tuple([object() for _ in range(MOST_OUTPUTS - 1)])
 
     def __call__(self, *args, **kwargs):
         places = []
@@ -275,8 +271,7 @@ class Block:
             read_by(args[0] if args else None, self.name)
         else:  # nobody knows yet which of the arguments is the input
             place, more, x = None, (), random(5, 4, 16)
-        a = random(x.shape[-1], seed=self.seed, dtype=x.dtype)
-        b = random(x.shape[-1], seed=self.seed + 1, dtype=x.dtype)
+        a, b = random(2, x.shape[-1], seed=self.seed, dtype=x.dtype)
         y = torch.tanh(x * a + b)
         y = y.flatten(0, -2) if self.name == self.trial.flat else y
         count = 1 if self.is_norm else next(self.trial.counts)
@@ -284,16 +279,7 @@ class Block:
         place = None if self.is_norm else place  # ours calls norms by position
         # as they are now: what follows may write to them
         self.trial.log.append((self.name, x.clone(), place, more, kwargs))
-        return y if count == 1 else (y, *_rest(self.name, count - 1))
-
-
-class Rest:
-    """A further output of a part, which may be given to another part alone."""
-
-
-@functools.cache
-def _rest(name: str, count: int) -> Tuple[Rest, ...]:
-    return tuple([Rest() for _ in range(count)])
+        return y if count == 1 else (y, *self.rest[: count - 1])
 
 
 class Unknown:

@@ -176,8 +176,8 @@ class Trial:
 
     def unknown_words(self, count: int) -> dict:
         """So many unknown keywords, if the forward takes any."""
-        names = [f"{WORD}_{i}" for i in range(count)] if self.signature.more else ()
-        return {name: self.opaque[name] for name in names}
+        count = count if self.signature.more else 0
+        return {f"{WORD}_{i}": self.opaque[f"{WORD}_{i}"] for i in range(count)}
 
     def passed(self, keywords: dict, run) -> Tuple[bool, dict]:
         """Returns True if a part got the rest of a run, and the other keywords that it got."""
@@ -228,7 +228,7 @@ def alike(mine: object, theirs: object) -> bool:
         elif kind is dict:
             if a.keys() != b.keys():
                 return False
-            pairs += [(value, b[name]) for name, value in a.items()]
+            pairs += zip(a.values(), map(b.get, a))
         elif issubclass(kind, (tuple, list)):
             if len(a) != len(b):
                 return False
