@@ -485,7 +485,24 @@ def test_left_alone():
             return super().forward(input_ids, labels=labels)
 
     model.__class__ = Other
-    assert "is not that of transformers" in loss.serve_loss(model.named_modules()).reason
+    assert "trust=[Other]" in loss.serve_loss(model.named_modules()).reason
+    with submodule("models.trust").trusting((Other,)):  # lm_head is called by another forward
+        assert "does more with its logits" in loss.serve_loss(model.named_modules()).reason
+
+
+def test_a_class_that_is_named():
+    class Mine(transformers.LlamaForCausalLM):
+        def forward(self, input_ids=None, labels=None, **kwargs):
+            logits = self.lm_head(self.model(input_ids=input_ids).last_hidden_state)
+            found = self.loss_function(logits=logits, labels=labels, vocab_size=61)
+            return transformers.modeling_outputs.CausalLMOutput(loss=found, logits=logits)
+
+    model = tiny()
+    model.__class__ = Mine
+    for trust, served in (([], False), ([Mine], True)):
+        report = submodule("models.apply").kernelize(model, loss=True, trust=trust, only=["loss"])
+        (row,) = report.rows
+        assert row.note.startswith("linear_cross_entropy") if served else "Mine" in row.reason
 
 
 # -- by a kernel on the model's logits

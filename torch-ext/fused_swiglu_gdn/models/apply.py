@@ -127,7 +127,8 @@ def kernelize(
         rows += serve_attention(model) if cp_attention else []
     restore_graphs(modules)
     restore_training_graphs(modules)
-    of_loss = serve_loss(modules, loss == LEAST) if loss else None
+    with trusting(trust):
+        of_loss = serve_loss(modules, loss == LEAST) if loss else None
     if "loss" in kinds and (of_loss is None or of_loss.reason is not None):
         found = serve_cross_entropy(modules, _place_of(model))
         of_loss = of_loss or found

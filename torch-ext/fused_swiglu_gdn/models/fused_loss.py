@@ -22,16 +22,16 @@ import torch
 from torch import Tensor, nn
 
 from ..layers.hub import divided, is_next_token_loss, next_tokens
-from ..layers.own_code import is_in_its_file
 from ..layers.plain import PLAIN_TENSORS, Named, torch_unpatched, why_hooked
 from ..layers.projections import linear
 from ..loss.api import linear_cross_entropy
 from ..loss.checks import words_hold_least
 from ..runtime import device
-from .code import signature_of
+from .code import Refused, signature_of
 from .loss import by_kernel, language_model, why_not_next_token
 from .report import Row
 from .serving import own_class, serve, why_replaced
+from .trust import code_of
 
 BY = "linear_cross_entropy: output.logits are None in training steps"
 LEAST = "least memory"  # kernelize's argument
@@ -301,12 +301,10 @@ def _why_not(module: nn.Module) -> Optional[str]:
     reason = why_not_next_token(module) or why_replaced(module.lm_head)
     if reason is not None:
         return reason
-    function = own_class(module).forward
-    while function is not None:  # and what it is wrapped by
-        if not is_in_its_file(function, "transformers"):
-            where = getattr(function, "__module__", None) or type(function).__module__
-            return f"its forward is not that of transformers but of {where}"
-        function = getattr(function, "__wrapped__", None)
+    try:
+        code_of(own_class(module))
+    except Refused as why:
+        return str(why)
     return None
 
 

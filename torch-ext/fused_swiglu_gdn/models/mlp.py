@@ -17,7 +17,7 @@ from torch import nn
 
 from ..layers import swiglu
 from ..layers.activations import activation_of
-from ..layers.plain import told, why_not_linear, why_patched
+from ..layers.plain import told, why_not_linear
 from ..layers.swiglu import DROPOUTS, Form, Roles
 from ..swiglu.reference import ACTIVATIONS
 from .code import Refused
@@ -82,7 +82,7 @@ def _form(module: nn.Module) -> Form:
         (n, module._modules[n].bias is not None) for n in sorted(_read_directly(module, facts))
     ]
     key = (*form_key(module, kind, facts, values), *biased)
-    key += (tuple([(n, _sort(part)) for n, part in module._modules.items()]), why_patched())
+    key += tuple([(n, _sort(part)) for n, part in module._modules.items()])
     if facts.named:  # it is tried with its own widths
         key += tuple([features(part) for part in module._modules.values()])
     found = remembered(_found, key, _find, module, kind, facts)
@@ -104,8 +104,6 @@ def _sort(part: nn.Module) -> str:
 
 def _find(module: nn.Module, kind: type, facts: Facts) -> Tuple[str, Roles]:
     """The argument's name and the roles of the parts; raises Refused if they are uncertain."""
-    if why_patched() is not None:
-        raise Refused(why_patched())
     refuse_odd_module(module, kind, facts, (*facts.parts, *facts.rates, "training"), "__call__")
     argument, reasons = facts.only_argument(), []
     for roles in _candidates(module, facts):
@@ -119,11 +117,9 @@ def _find(module: nn.Module, kind: type, facts: Facts) -> Tuple[str, Roles]:
 
 def _candidates(module: nn.Module, facts: Facts) -> Iterator[Roles]:
     parts = module._modules
-    direct = _read_directly(module, facts)
-    products = [n for n in facts.parts | direct if features(parts.get(n))]
+    products = [n for n in facts.parts if features(parts.get(n))]
     dropouts = tuple(name for name in sorted(facts.parts) if type(parts.get(name)) in DROPOUTS)
     acts = [name for name in facts.parts if name not in (*products, *dropouts)]
-    acts = [name for name in acts if name in parts or name in module.__dict__]
     if len(acts) > 1:  # a part that wraps a product need not say its sizes
         unknown = [name for name in acts if name in parts]
         products += [name for name in unknown if activation_of(parts[name]) is None]
@@ -131,7 +127,7 @@ def _candidates(module: nn.Module, facts: Facts) -> Iterator[Roles]:
     if len(acts) > 1:
         return
     more = {"dropouts": dropouts, "rates": tuple(sorted(facts.rates))}
-    more["casts"] = BY_DTYPE in facts.names or bool(direct)
+    more["casts"] = BY_DTYPE in facts.names or bool(_read_directly(module, facts))
     functions = (None,) if acts else NAMED
     # usual orders come first: the last part as down, the first as gate
     products.sort(key=list(parts).index)

@@ -25,7 +25,6 @@ from ..layers.plain import (
     parameters_of,
     torch_unpatched,
     why_not_tensor,
-    why_patched,
 )
 from ..runtime import dispatch
 from ..runtime.dtypes import HALF
@@ -112,9 +111,6 @@ def form_of(module: nn.Module) -> Optional[Form]:
     for name in sorted(facts.reads):
         if name not in values and name != "training" and name not in dict(parts):
             raise Refused(f"its forward reads {name}, which is no number, word or flag")
-    patched = why_patched()
-    if patched is not None:
-        raise Refused(patched)
     key = (parts, *form_key(module, kind, facts, values))
     found = remembered(_found, key, find, module, kind, facts, values)
     needed = len(set(arguments).difference(facts.signature.defaults))

@@ -14,6 +14,7 @@ from ..attention.ops import FAMILY as ATTENTION
 from ..fp8.ops import MULTIPLY
 from ..layers import attention, decoder, gdn, kda, latent_attention, lora, norm, swiglu
 from ..layers.fp8 import linear as fp8
+from ..layers.plain import why_patched
 from ..lora.ops import FAMILY as LORA
 from ..norm.api import FAMILY as NORM
 from . import moe_blocks
@@ -65,7 +66,8 @@ def recognise(module: nn.Module) -> Optional[Finding]:
                 continue
             reason = None
             if not is_served(module):
-                reason = why_replaced(module, kind == "linear") or why_partitioned(module)
+                reason = why_patched() or why_replaced(module, kind == "linear")
+                reason = reason or why_partitioned(module)
         except Exception as error:  # a module of a kind never seen must not stop the others
             found, reason = (layer, f"looking at it raises {type(error).__name__}", None), None
         layer, why, form = found
