@@ -44,6 +44,8 @@ class Known:
             if ASK & names_in(function.__code__):  # by strings
                 self.asked |= words_in(function.__code__)
         self.names |= self.asked
+        # training and evaluation, where the code names them, or drops values out in one of them
+        self.modes = {"training", "dropout"} & self.names
         self.own = (walk.words | arguments) - {*self.signature.names, "self"}
 
 
@@ -76,9 +78,7 @@ class Facts:
         self.rates: Set[str] = set()
         if "dropout" in known.names:
             self.rates = {n for n, v in values.items() if type(v) is float and "." not in n}
-        # training and evaluation, where the code names them, or drops values out in one of them
-        both = {"training", "dropout"} & self.names
-        self.modes = (False, True) if both else (module.training,)
+        self.modes = (False, True) if known.modes else (module.training,)
 
     def values_but(self, *names: str) -> dict:
         """`values` of other paths than these."""
@@ -105,8 +105,8 @@ def _paths(owner: object, names: Set[str], prefix: str = "", depth: int = 1) -> 
     """(path, value) of the attributes with these names that a guard can compare; of an object with
     attributes of its own, such as a configuration, those."""
     found = []
-    of_class = () if depth == 1 else _properties(type(owner))
-    for name in names.intersection((*owner.__dict__, *of_class)):
+    every = owner.__dict__ if depth == 1 else (*owner.__dict__, *_properties(type(owner)))
+    for name in names.intersection(every):
         if name.startswith("_") and depth == 1:
             continue
         try:
