@@ -119,8 +119,7 @@ def _may_replay() -> bool:
     """True if nothing but eager autograd sees a call."""
     recorder = sys.modules.get("transformers.utils.output_capturing")
     return (
-        HOOKS is not None
-        and HOOKS(True) is None  # of gradient checkpointing, or that keep tensors elsewhere
+        HOOKS(True) is None  # of gradient checkpointing, or that keep tensors elsewhere
         and torch_unpatched()
         and not torch._C._len_torch_dispatch_stack()
         and torch._C._current_graph_task_id() == -1  # inside a backward pass
