@@ -194,13 +194,16 @@ def prepare_swiglu_fwd(call: Swiglu) -> Optional[Callable]:
     together = strides[1] == 1  # both weights by one map, which holds how far they lie apart
     plans: dict = {}  # by that distance in bytes, since layers of one size differ in it
     signs: dict = {}  # the last of them, by its sign
+    elsewhere: list = []  # portable's function, once a call's addresses have needed it
 
     def run(x, w_gate, w_up, b_gate, b_up):
         gate, up = w_gate.data_ptr(), w_up.data_ptr()
         apart = up - gate
         if (x.data_ptr() | gate | up) & 15 or not 0 < abs(apart) < LONGEST:
             tensors = (x, w_gate, w_up, b_gate, b_up)
-            return portable.prepare_swiglu_fwd(Swiglu.of((*tensors, activation)))(*tensors)
+            if not elsewhere:
+                elsewhere.append(portable.prepare_swiglu_fwd(Swiglu.of((*tensors, activation))))
+            return elsewhere[0](*tensors)
         plan = plans.get(apart if together else 0)
         if plan is None:
             distance, like = apart // size if together else 0, signs.get(apart < 0)
