@@ -10,10 +10,10 @@ from torch import nn
 from ..layers.attention import GATE_FUNCTIONS, GATES, NORMS, ROTARY, AttentionForm, Heads
 from ..layers.forward import ALONE, Word
 from .code import Refused
-from .handed import Cache, Interface
+from .handed import Cache
 from .opaque import Opaque, Read, name_of
 from .stand_ins import F64, FREE, SIZES, Part, Raises
-from .trial import Trial, alike
+from .trial import Run, Trial, alike
 
 
 class Case(NamedTuple):
@@ -47,19 +47,6 @@ CASES = (  # with and without a cache, a mask and training; each gets several nu
 )
 WITHOUT, PARTIAL = Case(2, rotary=None), Case(2, rotary=0.5, masked=True)
 WIDE = [Case(2, dtype=t, of_tables=torch.float32) for t in (torch.bfloat16, torch.float16)]
-
-
-class Run(NamedTuple):
-    """Inputs, intermediate calls and outputs of a run of the class's forward."""
-
-    probe: nn.Module
-    x: torch.Tensor
-    tables: Optional[tuple]
-    given: dict
-    rest: dict  # keywords for which the forward has no name
-    interface: Interface
-    log: list  # calls of parts; None where the attention function was called
-    result: object
 
 
 # every form of queries and keys
@@ -166,9 +153,8 @@ class Learning(Trial):
         self.takes = self.store is not None and run.given[self.store].taken
         mask = run.interface.calls[0][4]
         if mask is not None and self.mask is None:
-            word = self.known_word("", mask, run)
-            self.mask = word.what if word is not None and word.how == "argument" else None
-            if self.mask is None:
+            self.mask = name_of(mask) if type(mask) is Opaque else None
+            if self.mask is None or run.given.get(self.mask) is not mask:
                 raise Refused("it changes the attention mask")
         self.given_on: Set[str] = set()
         self.training_words = self.calls_of(training)["words"]
@@ -223,14 +209,7 @@ class Learning(Trial):
             raise Refused(f"it has other things in {self.store}")
         return self.word("", calls[0][0], run)
 
-    def words(self, values: dict, run: Run) -> Tuple[Word, ...]:
-        return tuple(self.word(name, value, run) for name, value in values.items())
-
     def word(self, name: str, value: object, run: Run) -> Word:
-        """The source of a value."""
-        known = self.known_word(name, value, run)
-        if known is not None:
-            return known
         if self.positions is not None and value is run.given.get(self.positions):
             return Word(name, "argument", self.positions)
         if issubclass(type(value), Opaque):
@@ -249,7 +228,7 @@ class Learning(Trial):
             for parameter, own in run.probe._parameters.items():
                 if value is own:
                     return Word(name, "parameter", parameter)
-        raise Refused(f"it hands on {name or 'a value'}, and nobody knows where it comes from")
+        return super().word(name, value, run)
 
 
 # ------------------------------------------------------------------ the parts

@@ -19,7 +19,7 @@ from ..layers.attention import Attention, AttentionForm
 from ..layers.norm import NormForm
 from ..layers.pinned import GIVEN, found_at
 from ..layers.plain import told
-from .attention_learning import CASES, PARTIAL, WIDE, WITHOUT, Case, Learning, Run
+from .attention_learning import CASES, PARTIAL, WIDE, WITHOUT, Case, Learning
 from .code import Refused
 from .facts import Facts, read
 from .handed import Cache, Interface, Store, asked_by_this_thread, attributes_of, readable
@@ -38,7 +38,7 @@ from .stand_ins import (
     quiet,
     random,
 )
-from .trial import alike, called, form_key, refuse_odd_module, sizes_of, together, toggles
+from .trial import Run, alike, called, form_key, refuse_odd_module, sizes_of, together, toggles
 
 # names that make a module one to look at
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -228,7 +228,7 @@ class AttentionTrial(Learning):
             raise Refused("its forward writes to its input")
         if len(interface.calls) != 1 or len(interface.asked) != 1:
             raise Refused("it does not call one attention function, by its configuration")
-        return Run(probe, x, tables, given, rest, interface, log, result)
+        return Run(probe, x, given, rest, log, result, tables, interface)
 
     def tables_of(self, case: Case) -> List[torch.Tensor]:
         """cos and sin [B or 1, T, R], or without a batch; none where none are given."""

@@ -14,13 +14,14 @@ from ..attention.checks import ROTARY
 from ..attention.reference import latent_norm_rope
 from ..layers.latent_attention import Call, LatentAttention, LatentForm, tables_of
 from ..layers.plain import told
-from .attention_learning import Case, Run
+from .attention_learning import Case
 from .attention_trial import AttentionTrial, asks_for_attention, form_by
 from .code import Refused
 from .facts import read
 from .handed import Cache
 from .serving import own_class
 from .stand_ins import F64, KeepsFp64, Part, features, random
+from .trial import Run
 
 
 def latent_form(module: nn.Module) -> LatentForm:

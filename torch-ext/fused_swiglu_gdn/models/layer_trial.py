@@ -4,13 +4,12 @@ The class's forward and ours run on parts that remember what they are given.
 """
 
 import itertools
-from typing import Dict, Iterator, NamedTuple, Optional, Tuple, Union
+from typing import Dict, Iterator, Optional, Tuple, Union
 
 import torch
 from torch import nn
 
 from ..layers.decoder import Beside, Call, Decoder, Inputs, LayerForm, Order
-from ..layers.forward import Word
 from ..layers.plain import told
 from .attention_trial import is_attention
 from .code import Refused
@@ -21,6 +20,7 @@ from .norm_trial import norm_in
 from .serving import own_class
 from .stand_ins import F64, FREE, SIZES, Block, is_identity, probe_of, random, same
 from .trial import (
+    Run,
     Trial,
     alike,
     called,
@@ -97,18 +97,6 @@ def _find(module, kind, facts, values, norms, plain) -> LayerForm:
     raise Refused(min(reasons, key=lambda reason: "raises" in reason))
 
 
-class Run(NamedTuple):
-    """The record of a run of a layer's forward: what it was given, what its parts were given, and
-    what it gave."""
-
-    probe: nn.Module
-    x: torch.Tensor
-    given: dict
-    rest: dict  # keywords for which the forward has no name
-    log: list
-    out: object
-
-
 class _Trial(Trial):
     """Runs of a layer whose parts that are no norms have so many outputs, in their order."""
 
@@ -135,9 +123,9 @@ class _Trial(Trial):
         scales = (None, *(n for n, v in values.items() if type(v) is float))
         inputs, names = self.with_inputs([entry[0] for entry in run.log])
         beside, names = self.with_experts(names)
-        ways = _orders(names, self.norms), scales, (None, *self.buffers)
-        for order, scale, last in itertools.product(*ways):
-            calls = [self.call(name, run) for name in (order.mixer, order.mlp)]
+        orders = list(_orders(names, self.norms))
+        calls = [self.call(name, run) for name in names if name not in self.norms]
+        for order, scale, last in itertools.product(orders, scales, (None, *self.buffers)):
             form = LayerForm(*known, order, beside, inputs, scale, last, *calls, self.plain)
             if self.agrees(Decoder(form), run):
                 break
@@ -206,29 +194,18 @@ class _Trial(Trial):
         """Returns where a part's arguments come from."""
         place, after, words = next(entry[2:] for entry in run.log if entry[0] == name)
         try:
-            flat = same(self.run(flat=name).out, run.out)
+            flat = same(self.run(flat=name).result, run.result)
         except Refused:
             flat = False
         passes, words = self.passed(words, run)
-        return Call(
-            place,
-            tuple(self.word("", v, run) for v in after),
-            tuple(self.word(n, v, run) for n, v in words.items()),
-            passes,
-            flat,
-        )
-
-    def word(self, name: str, value: object, run: Run) -> Word:
-        found = self.known_word(name, value, run)
-        if found is None:
-            raise Refused(f"it gives a part {name}")
-        return found
+        after = tuple(self.word("", value, run) for value in after)
+        return Call(place, after, self.words(words, run), passes, flat)
 
     def agrees(self, ours: Decoder, run: Run) -> bool:
         """Our layer gives its parts what the class's forward has given them, and gives the same."""
         log = self.begin()
         out = ours.served(run.probe, run.x, run.given, run.rest)
-        return alike((log, out), (run.log, run.out))
+        return alike((log, out), (run.log, run.result))
 
 
 def _orders(names: list, norms: set) -> Iterator[Order]:

@@ -2,7 +2,7 @@
 on stubs, from which the roles of its arguments follow."""
 
 import itertools
-from typing import Callable, Dict, FrozenSet, Iterator, List, Optional, Set, Tuple
+from typing import Callable, Dict, FrozenSet, Iterator, List, NamedTuple, Optional, Set, Tuple
 
 import torch
 from torch import nn
@@ -11,6 +11,7 @@ from ..layers.forward import Arguments, Word
 from ..layers.pinned import PLAIN_VALUES, Frozen
 from .code import Refused, members_of, refuse_odd_class
 from .facts import Facts
+from .handed import Interface
 from .opaque import Opaque, Opaques, Read, name_of
 from .stand_ins import VALUES, numbers, quiet, result_of, run, same
 
@@ -111,6 +112,20 @@ def refuse_odd_module(module: nn.Module, kind: type, facts: Facts, names, *more:
 # ------------------------------------------------------------------ runs
 
 
+class Run(NamedTuple):
+    """The record of a run of a forward: what it was given, what its parts were given, and what it
+    gave."""
+
+    probe: nn.Module
+    x: torch.Tensor
+    given: dict
+    rest: dict  # keywords for which the forward has no name
+    log: list  # calls of parts; None where the attention function was called
+    result: object
+    tables: Optional[tuple] = None  # cos and sin, and the registry of attention functions
+    interface: Optional[Interface] = None
+
+
 class Trial:
     """A forward whose arguments are known by what it does with them.
 
@@ -179,7 +194,7 @@ class Trial:
         count = count if self.signature.more else 0
         return {f"{WORD}_{i}": self.opaque[f"{WORD}_{i}"] for i in range(count)}
 
-    def passed(self, keywords: dict, run) -> Tuple[bool, dict]:
+    def passed(self, keywords: dict, run: Run) -> Tuple[bool, dict]:
         """Returns True if a part got the rest of a run, and the other keywords that it got."""
         others = dict(keywords)
         for name, value in run.rest.items():
@@ -187,15 +202,19 @@ class Trial:
                 return False, keywords
         return bool(run.rest), others
 
-    def known_word(self, name: str, value: object, run) -> Optional[Word]:
-        """The source of a value that is an argument or a constant."""
+    def words(self, values: dict, run: Run) -> Tuple[Word, ...]:
+        """The sources of values, by their names."""
+        return tuple(self.word(name, value, run) for name, value in values.items())
+
+    def word(self, name: str, value: object, run: Run) -> Word:
+        """The source of a value that a part gets: here an argument or a constant."""
         if type(value) is Opaque:
             source = name_of(value)
             if run.given.get(source) is value:
                 return Word(name, "argument", source, self.signature.defaults.get(source))
         elif value is None or type(value) in PLAIN_VALUES:
             return Word(name, "constant", value, type(value))
-        return None
+        raise Refused(f"it hands on {name or 'a value'}, and nobody knows where it comes from")
 
     def arguments(self) -> Arguments:
         """The arguments of a replaced forward, some of which must stay at their defaults."""
