@@ -393,7 +393,7 @@ def test_trials_on_a_default_device(monkeypatch):
     modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     experts = submodule("models.experts")
     monkeypatch.setattr(experts, "_forms", {})
-    monkeypatch.setattr(blocks, "_found", {})
+    monkeypatch.setattr(submodule("models.trial"), "_found", {})
     block = random_model("qwen3_next").model.layers[0].mlp
     with torch.device("meta"), torch.inference_mode():
         assert isinstance(experts.form_of(modeling.Qwen3NextExperts), experts.Form)

@@ -109,7 +109,7 @@ def test_code_that_is_not_in_the_file_is_left_alone(kernel, monkeypatch):
 def test_the_trial_leaves_no_trace(kernel):
     """No random number is drawn, and hooks for all modules see activation functions at most."""
     model = random_model("qwen3_5_text")
-    submodule("models.delta_trial")._forms.clear()
+    submodule("models.trial")._found.clear()
     seen = []
     hook = nn.modules.module.register_module_forward_hook(lambda m, *args: seen.append(m))
     torch.manual_seed(7)

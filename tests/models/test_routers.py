@@ -144,7 +144,7 @@ def test_a_form_is_tried_once(kernel, monkeypatch):
     for name in ("find_choice", "find_parts"):
         find = getattr(blocks, name)
         monkeypatch.setattr(blocks, name, lambda *a, find=find: tried.append(a[1]) or find(*a))
-    monkeypatch.setattr(blocks, "_found", {})
+    monkeypatch.setattr(submodule("models.trial"), "_found", {})
     model = torch.nn.ModuleList(made(kind) for kind in (Block, Block, Scaled, Scaled))
     for _ in range(2):
         serve_blocks(model)

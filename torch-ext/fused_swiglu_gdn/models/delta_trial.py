@@ -7,7 +7,7 @@ that their sizes allow.
 
 import itertools
 from types import SimpleNamespace
-from typing import Callable, Dict, Iterator, NamedTuple, Optional, Tuple, Union
+from typing import Callable, Dict, Iterator, NamedTuple, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -289,7 +289,8 @@ class DeltaTrial(Trial):
             return False
 
 
-_forms: Dict[tuple, Union[Found, str]] = {}
+def _find(trial: type, layout: Layout, inner: Tuple[Inner, ...], index: str) -> Found:
+    return trial(layout, inner, index).found()
 
 
 def found_by(trial: type, layout: Layout, inner: Tuple[Inner, ...]) -> Found:
@@ -304,4 +305,4 @@ def found_by(trial: type, layout: Layout, inner: Tuple[Inner, ...]) -> Found:
         form_key(layer.module, layer.kind, layer.facts, values), tuple(layout.linears.items()),
         tuple(layout.vectors.items()), layout[1:3], layout[4:], biased,
     )  # fmt: skip
-    return remembered(_forms, key, lambda: trial(layout, inner, index).found())
+    return remembered(_find, key, trial, layout, inner, index)

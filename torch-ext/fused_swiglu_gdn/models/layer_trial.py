@@ -4,7 +4,7 @@ The class's forward and ours run on parts that remember what they are given.
 """
 
 import itertools
-from typing import Dict, Iterator, Optional, Tuple, Union
+from typing import Iterator, Optional, Tuple
 
 import torch
 from torch import nn
@@ -37,8 +37,6 @@ DTYPES = F64, torch.bfloat16, torch.float16, torch.float32
 # of mixer and MLP, and of a router and experts beside that
 OUTPUTS = ((2, 1), (1, 1), (1, 2), (2, 2), (3, 1), (3, 2), (2, 1, 3, 1))
 
-_forms: Dict[tuple, Union[LayerForm, str]] = {}
-
 
 def is_decoder_layer(module: nn.Module) -> bool:
     """Returns True if it has a mixer of tokens, an MLP, and norms."""
@@ -70,7 +68,7 @@ def layer_form(module: nn.Module) -> LayerForm:
     parts = tuple([(n, n in norms, n in plain) for n in modules])
     own = bool(module._parameters), _scalars(module)
     key = (*form_key(module, kind, facts, values), parts, *own)
-    return remembered(_forms, key, _find, module, kind, facts, values, norms, plain)
+    return remembered(_find, key, module, kind, facts, values, norms, plain)
 
 
 def _scalars(module: nn.Module) -> Tuple[str, ...]:

@@ -9,7 +9,7 @@ if the kernels can read these. Everything that can change later is checked at ev
 
 import functools
 import itertools
-from typing import Dict, Iterator, Optional, Tuple, Union
+from typing import Iterator, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -49,8 +49,6 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MARK = torch.selu  # a stub's activation: no forward may call it, and it is neither odd nor even
 ROUNDINGS = 4  # the same operations in the same order; a library may yet sum in another one
 
-_found: Dict[tuple, Union[Tuple[str, Roles], str]] = {}
-
 
 def gated_mlp(module: nn.Module) -> Optional[Tuple[str, Optional[str], Optional[Form]]]:
     """Our layer for a module, why it is left alone or None, and its form; None for a module that is
@@ -85,7 +83,7 @@ def _form(module: nn.Module) -> Form:
     key += tuple([(n, _sort(part)) for n, part in module._modules.items()])
     if facts.named:  # it is tried with its own widths
         key += tuple([features(part) for part in module._modules.values()])
-    found = remembered(_found, key, _find, module, kind, facts)
+    found = remembered(_find, key, module, kind, facts)
     return Form(kind, facts.pinned, tuple(values.items()), *found)
 
 

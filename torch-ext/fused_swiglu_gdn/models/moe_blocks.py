@@ -68,9 +68,6 @@ class Form(NamedTuple):
     found: Union[Choice, Parts]
 
 
-_found: Dict[tuple, Union[Choice, Parts, str]] = {}
-
-
 def router_or_block(module: nn.Module) -> Optional[Tuple[str, Optional[str], Optional[Form]]]:
     """Our layer for a router, or a block with a shared expert; why it is left alone or None; its
     form. None for other modules, also those of no known form whose class's name suggests none."""
@@ -112,7 +109,7 @@ def form_of(module: nn.Module) -> Optional[Form]:
         if name not in values and name != "training" and name not in dict(parts):
             raise Refused(f"its forward reads {name}, which is no number, word or flag")
     key = (parts, *form_key(module, kind, facts, values))
-    found = remembered(_found, key, find, module, kind, facts, values)
+    found = remembered(find, key, module, kind, facts, values)
     needed = len(set(arguments).difference(facts.signature.defaults))
     return Form(kind, facts.pinned, tuple(values.items()), arguments, needed, found)
 

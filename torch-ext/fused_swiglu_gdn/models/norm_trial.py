@@ -3,7 +3,7 @@
 The variants differ in their roundings alone, so the check compares bits in bf16 and fp16.
 """
 
-from typing import Dict, Iterator, Optional, Union
+from typing import Iterator, Optional
 
 import torch
 from torch import nn
@@ -29,8 +29,6 @@ CASES = (
     ((2, 3, 4), BF16, BF16, 1e-3, 1e-6), ((2, 2), BF16, FP32, 1.0, 0.3),
     ((2, 2), FP16, FP16, 30.0, 1e-6), ((2, 2), FP16, FP16, 1.0, 0.3),
 )  # fmt: skip
-
-_forms: Dict[tuple, Union[NormForm, str]] = {}
 
 
 def norm_in(part: Optional[nn.Module]) -> Optional[NormForm]:
@@ -62,7 +60,7 @@ def norm_form(module: nn.Module) -> NormForm:
     eps, kept = _eps_among(module, values), dict(values)
     kept.pop(eps, None)
     key = (weight, facts.named and shapes.get(weight), *form_key(module, kind, facts, kept))
-    form = remembered(_forms, key, _find, module, kind, facts, weight, values, eps)
+    form = remembered(_find, key, module, kind, facts, weight, values, eps)
     FORMS[kind] = form  # attention modules and layers read the weights of their norms
     return form
 

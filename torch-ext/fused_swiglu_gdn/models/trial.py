@@ -71,17 +71,22 @@ def form_key(module: nn.Module, kind: type, facts: Facts, values: dict) -> tuple
     return kind, facts.pinned, *values, *known, *map(type, values.values()), hidden
 
 
-def remembered(forms: dict, key: tuple, find: Callable, *given: object) -> object:
-    """forms[key], which is find(*given) or the reason why that raises Refused, which is raised."""
-    if key not in forms:
+_found: Dict[tuple, object] = {}  # or the reason why that is refused
+
+
+def remembered(find: Callable, key: tuple, *given: object) -> object:
+    """find(*given), or the reason why that raises Refused, which is raised: found once for a key,
+    which has all that it depends on."""
+    key = find, *key
+    if key not in _found:
         try:
             with quiet():
-                forms[key] = find(*given)
+                _found[key] = find(*given)
         except Refused as why:
-            forms[key] = str(why)
-    if isinstance(forms[key], str):
-        raise Refused(forms[key])
-    return forms[key]
+            _found[key] = str(why)
+    if isinstance(_found[key], str):
+        raise Refused(_found[key])
+    return _found[key]
 
 
 def while_unchanged(forms: dict, kind: type, functions: tuple, find: Callable) -> object:
