@@ -98,8 +98,9 @@ HEADS = [(3, 3), (2, 4), (5, 5), (1, 6)]
 POOLS = [(16, DTYPES[0]), (80, DTYPES[0]), (80, torch.float32)]
 RAW = [(16, None), (16, -5.0), (40, None), (40, -5.0)]
 SHORT = 70  # tokens where several chunks are not what is asked about
+REST = 81  # tokens of the last of several sequences
 if INTERPRETING:
-    SHORT = 40
+    SHORT, REST = 40, 9
     HEADS = HEADS[:2]
     # other tests are of bounded and slow ones
     TYPED_GATES = [(DTYPES[0], gates) for gates in GATES if gates not in ("bounded", "slow")]
@@ -181,17 +182,17 @@ class Prompts(Problems):
     @pytest.mark.parametrize("beta", [0.0, 1.0, 2.0])
     def test_betas(self, beta):
         gates = "bounded" if beta else "slow"  # fp16 has no number for what strong ones leave
-        x = self.inputs(1, 70, 1, 1, 16, 16, DTYPES[0], gates)
+        x = self.inputs(1, SHORT, 1, 1, 16, 16, DTYPES[0], gates)
         x["beta"].fill_(beta)
         x["initial_state"] = self.state(x)
         self.check(prompt(x, use_qk_l2norm=True))
 
     @pytest.mark.parametrize("K, dtype", POOLS)
     def test_packed_pool_checkpoints(self, K, dtype):
-        x = self.inputs(1, 147, 1, 2, K, 16, dtype)
+        x = self.inputs(1, 66 + REST, 1, 2, K, 16, dtype)
         x["initial_state"] = self.state(x, 5, 2, turned=True)
         call = prompt(
-            x, cu_seqlens=ends(0, 66, 0, 81, device=self.device),
+            x, cu_seqlens=ends(0, 66, 0, REST, device=self.device),
             state_indices=torch.tensor([2, 4, 0, -1], device=self.device), checkpoint_every=64,
             state_v_first=True, use_qk_l2norm=True,
         )  # fmt: skip
@@ -315,8 +316,8 @@ class Gradients(Problems):
 
     @pytest.mark.parametrize("dtype, v_first", TYPED_STATES, ids=str)
     def test_packed_with_states(self, v_first, dtype):
-        x = self.inputs(1, 147, 1, 2, 16, 24, dtype, "softplus")
-        x["cu_seqlens"] = ends(0, 66, 0, 81, device=self.device)
+        x = self.inputs(1, 66 + REST, 1, 2, 16, 24, dtype, "softplus")
+        x["cu_seqlens"] = ends(0, 66, 0, REST, device=self.device)
         x["initial_state"] = self.state(x, 4, 2, turned=v_first)
         self.check(prompt(x, use_qk_l2norm=True, state_v_first=v_first))
 
@@ -325,7 +326,7 @@ class Gradients(Problems):
     def test_scales(self, which, scale, gates):
         """Without l2norm queries, keys or the scale far from 1, in dtypes of fp32's range."""
         dtype = torch.float32 if INTERPRETING else torch.bfloat16
-        x = self.inputs(1, 70, 1, 1, 32, 16, dtype, gates)
+        x = self.inputs(1, SHORT, 1, 1, 32, 16, dtype, gates)
         x["k"] = F.normalize(x["k"].float(), dim=-1).to(dtype)
         x["initial_state"] = self.state(x)
         if which == "scale":
@@ -340,14 +341,14 @@ class Gradients(Problems):
     @pytest.mark.parametrize("l2norm", [True, False])
     def test_betas(self, l2norm):
         """Of nothing, and next to it, among others."""
-        x = self.inputs(1, 70, 1, 1, 16, 16, DTYPES[0], "slow")
+        x = self.inputs(1, SHORT, 1, 1, 16, 16, DTYPES[0], "slow")
         x["k"] = torch.nn.functional.normalize(x["k"].float(), dim=-1).to(DTYPES[0])
         x["beta"][:, ::3], x["beta"][:, 1::3] = 0, 1e-14
         self.check(prompt(x, use_qk_l2norm=l2norm))
 
     def test_dbeta_is_rounded_once(self):
         """From fp32, to the dtype of beta: as if beta were in fp32."""
-        x = self.inputs(1, 70, 1, 1, 32, 16, DTYPES[0], "bounded")
+        x = self.inputs(1, SHORT, 1, 1, 32, 16, DTYPES[0], "bounded")
         x["beta"] = x["beta"].to(DTYPES[0])
         found, _ = gradients(prompt(x, use_qk_l2norm=True), room=self.room)
         x["beta"] = x["beta"].float()
