@@ -76,13 +76,25 @@ def batch(model, rows=2, length=9, seed=0):
 
 def step(model, ids, optimizer=None, use_cache=False, **more):
     """(loss, gradients) of a step."""
-    loss = model(input_ids=ids, labels=ids, use_cache=use_cache, **more).loss
-    loss.backward()
-    found = gradients(model)
+    found = backward(model, model(input_ids=ids, labels=ids, use_cache=use_cache, **more).loss)
     if optimizer is not None:
         optimizer.step()
         optimizer.zero_grad()
-    return loss.detach(), found
+    return found
+
+
+def gradients(model):
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def backward(model, loss):
+    """(loss, gradients) of a loss of the model."""
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+def loss_of(model, ids, **more):
+    return model(ids, labels=ids, use_cache=False, **more).loss
 
 
 def same(a, b):
@@ -108,18 +120,21 @@ def alike(models, count=5, after=lambda model, i: None, seed=0, **more):
         same(*found)
 
 
+def both(models, count, run=lambda model, i: step(model, batch(model, seed=i))):
+    """run(model, i) gives the same (loss, gradients) for both, without an optimizer."""
+    for i in range(count):
+        same(*[run(model, i) for model in models])
+
+
 def test_losses_that_are_still_there(kernel, graph, device):  # noqa: F811
     """Nodes of autograd that belong to eager steps are alive at the capture."""
     models, kept = pair(kernel, device), []
-    for i in range(5):
-        found = []
-        for model in models:
-            ids = batch(model, seed=i)
-            loss = model(ids, labels=ids, use_cache=False).loss
-            loss.backward()
-            kept.append(loss)
-            found.append((loss.detach(), gradients(model)))
-        same(*found)
+
+    def run(model, i):
+        kept.append(loss_of(model, batch(model, seed=i)))
+        return backward(model, kept[-1])
+
+    both(models, 5, run)
     assert graph.captures == 2 * LAYERS and graph.replays == 2 * LAYERS * (1 + 3)
 
 
@@ -133,9 +148,7 @@ def test_ddp_and_fsdp2(kernel, graph, device):  # noqa: F811
     )
     try:
         models = pair(kernel, device)
-        whole = [torch.nn.parallel.DistributedDataParallel(m) for m in models]
-        for i in range(5):
-            same(*[step(m, batch(m, seed=i)) for m in whole])
+        both([torch.nn.parallel.DistributedDataParallel(m) for m in models], 5)
         assert graph.captures == 2 * LAYERS and graph.replays == 2 * LAYERS * (1 + 3)
         models, replays = pair(kernel, device), graph.replays
         mesh = torch.distributed.init_device_mesh(device, (1,))
@@ -143,16 +156,12 @@ def test_ddp_and_fsdp2(kernel, graph, device):  # noqa: F811
             for layer in model.model.layers:
                 fully_shard(layer, mesh=mesh)
             fully_shard(model, mesh=mesh)
-        for i in range(5):
-            found = []
-            for model in models:
-                ids = tokens(2, 9, seed=i).to(device)
-                loss = model(ids, labels=ids, use_cache=False).loss
-                loss.backward()
-                found.append(
-                    (loss.detach(), {n: g.full_tensor() for n, g in gradients(model).items()})
-                )
-            same(*found)
+
+        def run(model, i):
+            loss, found = step(model, tokens(2, 9, seed=i).to(device))
+            return loss, {n: g.full_tensor() for n, g in found.items()}
+
+        both(models, 5, run)
         assert graph.replays == replays
     finally:
         torch.distributed.destroy_process_group()
@@ -199,11 +208,9 @@ def test_autocast(kernel, graph, device):  # noqa: F811
     for i in range(5):
         found = []
         for model, o in zip(models, optimizer):
-            ids = batch(model, seed=i)
             with torch.autocast(device, torch.bfloat16):
-                loss = model(ids, labels=ids, use_cache=False).loss
-            loss.backward()
-            found.append((loss.detach(), gradients(model)))
+                loss = loss_of(model, batch(model, seed=i))
+            found.append(backward(model, loss))
             o.step(), o.zero_grad()
         same(*found)
     assert graph.captures == 2 * LAYERS
@@ -212,8 +219,7 @@ def test_autocast(kernel, graph, device):  # noqa: F811
 
 def test_accumulated_gradients(kernel, graph, device):  # noqa: F811
     models = pair(kernel, device)
-    for i in range(6):  # without zero_grad
-        same(*[step(model, batch(model, seed=i)) for model in models])
+    both(models, 6)  # without zero_grad
     assert graph.replays == 2 * LAYERS * (1 + 4)
     held = [p.grad for p in models[1].parameters() if p.grad is not None]
     before = [x.clone() for x in held]
@@ -227,8 +233,7 @@ def test_two_forwards_before_a_backward(kernel, graph, device):  # noqa: F811
     alike(models, 3)
     replays, found = graph.replays, []
     for model in models:
-        ids = [batch(model, seed=i) for i in range(3)]
-        losses = [model(x, labels=x, use_cache=False).loss for x in ids]
+        losses = [loss_of(model, batch(model, seed=i)) for i in range(3)]
         for loss in losses:
             loss.backward()
         found.append((torch.stack(losses).detach(), gradients(model)))
@@ -236,10 +241,6 @@ def test_two_forwards_before_a_backward(kernel, graph, device):  # noqa: F811
     assert graph.replays == replays + 2 * LAYERS  # the others ran as they are
     alike(models, 2)
     assert graph.replays == replays + 3 * 2 * LAYERS
-
-
-def gradients(model):
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
 def test_a_forward_without_a_backward(kernel, graph, device):  # noqa: F811
@@ -260,8 +261,7 @@ def test_a_second_backward(kernel, device, draws):  # noqa: F811
     found = []
     for model in models:
         torch.manual_seed(5)
-        ids = batch(model, seed=7)
-        loss = model(ids, labels=ids, use_cache=False).loss
+        loss = loss_of(model, batch(model, seed=7))
         for _ in range(3):
             loss.backward(retain_graph=True)
         loss.backward()
@@ -277,8 +277,7 @@ def test_a_second_derivative(kernel, device):  # noqa: F811
     model = pair(kernel, device)[1]
     for i in range(3):
         step(model, batch(model, seed=i))
-    ids = batch(model)
-    loss = model(ids, labels=ids, use_cache=False).loss
+    loss = loss_of(model, batch(model))
     weight = model.model.layers[0].mlp.up_proj.weight
     (gradient,) = torch.autograd.grad(loss, weight, create_graph=True)
     with pytest.raises(NotImplementedError, match="no second derivative"):
@@ -291,15 +290,14 @@ def test_weights_that_change_before_the_backward(kernel, device):  # noqa: F811
     for i in range(3):
         step(model, batch(model, seed=i))
     weight = model.model.layers[0].mlp.up_proj.weight
-    ids = batch(model)
-    loss = model(ids, labels=ids, use_cache=False).loss
+    loss = loss_of(model, batch(model))
     with torch.no_grad():
         weight.add_(1)
     with pytest.raises(RuntimeError, match="inplace operation"):
         loss.backward()
     del loss
-    step(model, ids)  # autograd's thread keeps the node that has failed until it has another one
-    loss = model(ids, labels=ids, use_cache=False).loss
+    step(model, batch(model))  # autograd's thread keeps a node that has failed until the next one
+    loss = loss_of(model, batch(model))
     weight.data = weight.data.clone()
     with pytest.raises(RuntimeError, match="moved to other memory"):
         loss.backward()
@@ -326,15 +324,15 @@ def test_shapes_that_never_stay(kernel, graph, device):  # noqa: F811
 def test_masks_and_positions(kernel, graph, device):  # noqa: F811
     """They are arguments that a replay reads anew."""
     models = pair(kernel, device)
-    for i in range(5):
-        found = []
-        for model in models:
-            ids = batch(model, seed=i)
-            mask = torch.ones_like(ids)
-            mask[0, : 1 + i] = 0
-            positions = torch.arange(ids.shape[1], device=device)[None] + 3 * i
-            found.append(step(model, ids, attention_mask=mask, position_ids=positions))
-        same(*found)
+
+    def run(model, i):
+        ids = batch(model, seed=i)
+        mask = torch.ones_like(ids)
+        mask[0, : 1 + i] = 0
+        positions = torch.arange(ids.shape[1], device=device)[None] + 3 * i
+        return step(model, ids, attention_mask=mask, position_ids=positions)
+
+    both(models, 5, run)
     assert graph.replays == 2 * LAYERS * (1 + 3)
 
 
@@ -484,8 +482,7 @@ def test_what_gradients_read_changes(kernel, device, change):  # noqa: F811
             layer.mlp.act_fn = Scaled(kind).to(layer.mlp.up_proj.weight)
             if kind == "tensor":  # which .to() leaves where it was
                 layer.mlp.act_fn.scale = torch.ones(1).to(layer.mlp.up_proj.weight.detach())
-    for i in range(4):
-        same(*[step(m, batch(m, seed=i)) for m in models])
+    both(models, 4)
     for layer in layers:
         after(layer)
     for i in range(4):
@@ -503,8 +500,7 @@ def test_buffers_that_change_before_the_backward(kernel, device, kind):  # noqa:
         mlp.act_fn.scale = torch.ones(1).to(mlp.up_proj.weight.detach())
     alike(models, 3)
     for model in models:
-        ids = batch(model)
-        loss = model(ids, labels=ids, use_cache=False).loss
+        loss = loss_of(model, batch(model))
         with torch.no_grad():
             model.model.layers[0].mlp.act_fn.scale.mul_(3)
         with pytest.raises(RuntimeError, match="inplace operation"):
@@ -588,15 +584,14 @@ def test_packed_sequences(kernel, device):  # noqa: F811
 
 def test_outputs_that_are_recorded(kernel, device):  # noqa: F811
     models = pair(kernel, device)
-    for i in range(5):
-        found = []
-        for model in models:
-            ids = batch(model, seed=i)
-            out = model(ids, labels=ids, use_cache=False, output_hidden_states=i % 2 == 0)
-            loss = out.loss if i % 2 else out.loss + out.hidden_states[1].square().mean()
-            loss.backward()
-            found.append((loss.detach(), gradients(model)))
-        same(*found)
+
+    def run(model, i):
+        ids = batch(model, seed=i)
+        out = model(ids, labels=ids, use_cache=False, output_hidden_states=i % 2 == 0)
+        hidden = 0.0 if i % 2 else out.hidden_states[1].square().mean()
+        return backward(model, out.loss + hidden)
+
+    both(models, 5, run)
 
 
 def test_outputs_are_nobody_elses(kernel, device):  # noqa: F811
