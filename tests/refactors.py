@@ -205,22 +205,12 @@ def work(family: str, options) -> List[Result]:
 
 
 def table(results: List[Result]) -> str:
-    lines = [
-        f"{'kind':10}{'cases':>7}{'served':>8}{'share':>7}{'left':>6}{'WRONG':>7}"
-        f"{'mutants':>10}{'refused':>9}{'same':>6}{'WRONG':>7}"
-    ]
+    lines = []
     for kind in [*cases.KINDS, "all"]:
         mine = [r for r in results if kind in (r.kind, "all")]
-        counts = collections.Counter((r.mutant, r.state) for r in mine)
-        n, m = (sum(counts[mutant, s] for s in ("served", "left", "WRONG")) for mutant in (0, 1))
-        if not n + m:
-            continue
-        share = counts[False, "served"] / max(n, 1)
-        lines.append(
-            f"{kind:10}{n:7}{counts[False, 'served']:8}{share:7.2f}{counts[False, 'left']:6}"
-            f"{counts[False, 'WRONG']:7}{m:10}{counts[True, 'left']:9}"
-            f"{counts[True, 'served']:6}{counts[True, 'WRONG']:7}"
-        )
+        counts = collections.Counter(("different" if r.mutant else "equal", r.state) for r in mine)
+        said = [f"{what}, {state}: {count}" for (what, state), count in sorted(counts.items())]
+        lines += [f"{kind:10} {'; '.join(said)}"] if said else []
     return "\n".join(lines)
 
 
