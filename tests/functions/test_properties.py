@@ -155,19 +155,6 @@ LAST = [  # functions whose gradients have no gradient by operators
 
 
 @every_problem
-def test_nothing_has_gradients(name):
-    """Of each argument alone: zeros, also where there are no rows or no tokens."""
-    call = Call(name, torch.float32, "cpu")
-    for sizes in ({"B": 0}, {"T": 0}):
-        for grad in call.problem.grads:
-            found = call.gradients(call.given(**sizes), names=(grad,))[-1]
-            given = call.given(**sizes)[grad]
-            assert found.shape == given.shape and (
-                grad.startswith("initial_state") or not found.any()
-            )
-
-
-@every_problem
 @pytest.mark.parametrize("device", DEVICES)
 def test_operators(name, device):
     """Gradients that are written out are autograd's of the definition; operators and their fakes
