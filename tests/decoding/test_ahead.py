@@ -1,14 +1,12 @@
 """Positions and masks that a graph makes for the next token are those that transformers makes."""
 
-import copy
-import pickle
+import contextlib
 
 import decoding
 import pytest
 import torch
 from conftest import submodule
 from decoding import FAMILIES, NEW, generate, lively, on_every_device, padded, served, tiny
-from test_late import Generates
 
 transformers = pytest.importorskip("transformers")
 from transformers import masking_utils  # noqa: E402
@@ -17,7 +15,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 device, graph = decoding.device, decoding.graph  # fixtures
 graphs = submodule("decoding.graphs")
 generating = submodule("decoding.generate")
-HOOKS = (generating.Update.name, generating.Masks.name)
 
 
 @pytest.fixture
@@ -48,12 +45,12 @@ def made(monkeypatch):
     return calls
 
 
-def without(model):
-    """The same model whose positions and masks transformers makes."""
-    other = copy.deepcopy(model)
-    for name in HOOKS:
-        delattr(other, name)
-    return other
+@contextlib.contextmanager
+def without(monkeypatch):
+    """Within it, transformers makes all positions and masks."""
+    with monkeypatch.context() as patched:
+        patched.setattr(generating, "step_of", lambda *_: None)
+        yield
 
 
 @pytest.mark.parametrize(
@@ -61,11 +58,12 @@ def without(model):
     [("llama", 1), ("qwen3_5_text", 1), *((name, 3) for name in FAMILIES if name != "phi3")],
 )
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
-def test_inputs_are_those_of_transformers(graph, inputs, made, name, device, batch):
+def test_inputs_are_those_of_transformers(graph, inputs, made, monkeypatch, name, device, batch):
     model = served(name, device)
     ids, mask = padded(batch, 9, device)
     words = {"attention_mask": mask, "eos_token_id": 1000, "pad_token_id": 0}
-    expected = generate(without(model), ids, **words)
+    with without(monkeypatch):
+        expected = generate(model, ids, **words)
     theirs = inputs.copy()
     inputs.clear(), made.clear()
     assert torch.equal(generate(model, ids, **words), expected)
@@ -217,31 +215,16 @@ def own_masks(self, **options):
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
 def test_classes_that_prepare_by_themselves(graph, device):
     """phi3 has a prepare_inputs_for_generation; others have masks of their own."""
-    model = served("phi3", device)
-    assert not any(name in model.__dict__ for name in HOOKS)
+    views = generating._view_class
+    assert views(transformers.LlamaForCausalLM)._update_model_kwargs_for_generation
+    own = {"create_masks_for_generate": own_masks}
     model = tiny("llama", device)
-    model.__class__ = type("Own", (type(model),), {generating.Masks.name: own_masks})
+    model.__class__ = type("Own", (type(model),), own)
     generating.serve_graphs(model)
-    assert not any(name in model.__dict__ for name in HOOKS)
+    for kind in (transformers.Phi3ForCausalLM, type(model)):
+        assert views(kind)._update_model_kwargs_for_generation is (
+            kind._update_model_kwargs_for_generation
+        )
     ids, mask = padded(2, 9, device)
     expected = generate(model, ids, graphed=False, attention_mask=mask)
     assert torch.equal(generate(model, ids, attention_mask=mask), expected)
-
-
-@pytest.mark.parametrize("device", ["cpu"], indirect=True)
-def test_restored_copied_and_pickled(graph, device):
-    model = served("llama", device)
-    other = copy.deepcopy(model)
-    for name in HOOKS:
-        assert other.__dict__[name].model is other and model.__dict__[name].model is model
-    generating.restore_graphs(model.named_modules())
-    assert not any(name in model.__dict__ for name in HOOKS)
-    model = Generates()
-    generating.serve_graphs(model)
-    assert all(name in model.__dict__ for name in HOOKS)
-    again = pickle.loads(pickle.dumps(model))
-    assert (
-        again._update_model_kwargs_for_generation
-        == Generates._update_model_kwargs_for_generation.__get__(again)
-    )
-    assert again.create_masks_for_generate.func is masking_utils.create_masks_for_generate

@@ -20,8 +20,10 @@ COUNT = "cumulative_length_int"  # of a sliding layer: the tokens in it, which P
 
 def cache_among(given: dict) -> Tuple[Optional[str], Any]:
     """(name, cache) of the argument of a model that is its cache; both None without one."""
-    found = ((name, given[name]) for name in CACHE_NAMES if given.get(name) is not None)
-    return next(found, (None, None))
+    for name in CACHE_NAMES:
+        if given.get(name) is not None:
+            return name, given[name]
+    return None, None
 
 
 def drop_kinds(inputs: dict) -> dict:

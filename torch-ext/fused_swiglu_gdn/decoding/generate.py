@@ -1,8 +1,9 @@
-"""What kernelize sets on a model that generates: `generate`, and methods that its loop calls.
+"""What kernelize sets on a model that generates: `generate` and `get_compiled_call`.
 
 transformers' generate looks up its loops on the class of a model, and refuses drafts if that class
 has a recurrent state. So it is given a view: an object of a subclass that shares the attributes of
-the model, and whose loops run late.py and drafts.py on the model itself.
+the model, whose loops are those of late.py and drafts.py, and which hands them the inputs of a
+token that a graph has made.
 """
 
 import functools
@@ -22,7 +23,8 @@ from .inputs import POSITIONS
 from .late import LOOP, MODES, UTILS, is_own, sample, why_not_late
 from .rehearsal import expect_none
 
-MASKS = "transformers.masking_utils"
+MASKS, CREATE_MASKS = "transformers.masking_utils", "create_masks_for_generate"
+UPDATE = "_update_model_kwargs_for_generation"
 UPDATE_TAKES = ("self", "outputs", "model_kwargs", "is_encoder_decoder", "num_new_tokens")
 
 
@@ -52,7 +54,6 @@ def serve_graphs(model: nn.Module) -> Served:
         waits = "generate is set on the model"
     if waits is None:
         setattr(inner, Generate.name, Generate(inner))
-        _serve_inputs(inner)
     note = "CUDA graph" if waits is None else f"CUDA graph, and a wait in each token: {waits}"
     return Served(name, kind.__name__, note, None)
 
@@ -73,8 +74,7 @@ def restore_graphs(modules: Named) -> int:
     """Undoes serve_graphs and serve_drafts; returns the number of modules that had graphs."""
     served = 0
     for _, module in modules:
-        for kind in (Generate, Update, Masks):
-            take_back(module, kind)
+        take_back(module, Generate)
         if SEAM in module.__dict__ and take_back(module, Decoding):
             expect_none(module)
             served += 1
@@ -112,10 +112,13 @@ class Generate(InPlace):
 
 
 class View:
-    """The base of all classes of views."""
+    """A model for transformers' generate, with other loops. A call of it is one of the model."""
 
     def __init_subclass__(cls, **kwargs):
         """Skips the hook that the model's class runs for its subclasses."""
+
+    def __call__(self, *args, **options):
+        return self.viewed(*args, **options)
 
 
 @functools.cache
@@ -126,6 +129,10 @@ def _view_class(own: type) -> type:
     members.update({name: getattr(own, name) for name in ("__doc__", "__module__", "__qualname__")})
     members["_is_stateful"] = property(lambda view: _refuses_drafts(view.viewed))
     members[GENERATOR] = functools.partialmethod(generator, own)
+    update = getattr(own, UPDATE, None)
+    known = is_own(own, PREPARE, UPDATE) and not hasattr(own, CREATE_MASKS)
+    if known and tuple(inspect.signature(update).parameters) == UPDATE_TAKES:
+        members.update({UPDATE: _updated, CREATE_MASKS: _masks})
     return type(own)(own.__name__, (View, own), {"__slots__": ("viewed",), **members})
 
 
@@ -134,7 +141,7 @@ def _refuses_drafts(model: nn.Module) -> bool:
 
 
 def _loop(own: type, name: str) -> Callable:
-    """A loop of a view."""
+    """A loop of a view. Those that have no other get the model itself."""
 
     @functools.wraps(getattr(own, name))
     def loop(view, *args, **options):
@@ -143,7 +150,7 @@ def _loop(own: type, name: str) -> Callable:
             if getattr(each, "model", None) is view:  # guidance, which asks it again
                 each.model = model
         if name == LOOP:
-            return sample(model, *args, **options)
+            return sample(view, model, *args, **options)
         if name == ASSISTED:
             return assisted(view, model, *args, **options)
         return getattr(type(model), name)(model, *args, **options)
@@ -151,60 +158,33 @@ def _loop(own: type, name: str) -> Callable:
     return loop
 
 
-# inputs of the next token that the graph of this one has made, handed to transformers' loop
+# what transformers' loop makes the inputs of the next token of: where the graph of this one has
+# made them, these
 
 
-def _serve_inputs(model: nn.Module) -> None:
-    """Lets transformers' loop take inputs that a graph has made, if the loop is a known one."""
-    kind, own = type(model), model.__dict__
-    update = getattr(kind, Update.name, None)
-    if not all(is_own(kind, name) and name not in own for name in (PREPARE, Update.name)):
-        return
-    if tuple(inspect.signature(update).parameters) != UPDATE_TAKES:
-        return
-    if hasattr(sys.modules.get(MASKS), Masks.name) and not hasattr(model, Masks.name):
-        for each in (Update, Masks):
-            setattr(model, each.name, each(model))
+def _updated(view: nn.Module, outputs, model_kwargs, *args, **options):
+    """The method UPDATE of a view, called with the output of a token."""
+    model = view.viewed
+    own = functools.partial(getattr(type(model), UPDATE), model, outputs)
+    step = step_of(model, model_kwargs)
+    if step is None or model_kwargs.get(POSITIONS) is None or not step.has_made(outputs):
+        return own(model_kwargs, *args, **options)
+    found = own({**model_kwargs, POSITIONS: None}, *args, **options)
+    return {**found, POSITIONS: step.ahead.positions}
+
+
+def _masks(view: nn.Module, *args, **options):
+    """The method CREATE_MASKS of a view, which stands for transformers' function of that name."""
+    step = step_of(view.viewed, options)
+    if step is not None and step.makes_masks(options.get(POSITIONS)):
+        return step.mask
+    return getattr(sys.modules[MASKS], CREATE_MASKS)(*args, **options)
 
 
 def step_of(model: nn.Module, inputs: dict) -> Optional[Step]:
     """The step on the cache among the inputs, if it has a graph that advances them."""
     decoding, cache = decoding_of(model), cache_among(inputs)[1]
-    step = decoding.steps.get(cache) if decoding is not None and cache is not None else None
+    if decoding is None or cache is None or PREPARE in model.__dict__:
+        return None
+    step = decoding.steps.get(cache)
     return step if step is not None and step.ahead is not None else None
-
-
-class Update(InPlace):
-    """Replaces a model's _update_model_kwargs_for_generation, which the loop calls with the output
-    of a token."""
-
-    name = "_update_model_kwargs_for_generation"
-
-    def __call__(self, outputs, model_kwargs, *args, **options):
-        model = self.model
-        own = functools.partial(getattr(type(model), self.name), model, outputs)
-        step = step_of(model, model_kwargs)
-        if step is None or model_kwargs.get(POSITIONS) is None or not step.has_made(outputs):
-            return own(model_kwargs, *args, **options)
-        found = own({**model_kwargs, POSITIONS: None}, *args, **options)
-        return {**found, POSITIONS: step.ahead.positions}
-
-
-class Masks(InPlace):
-    """Stands for transformers' create_masks_for_generate, which looks for one on the model."""
-
-    name = "create_masks_for_generate"
-
-    def __call__(self, *args, **options):
-        step = step_of(self.model, options)
-        if step is not None and step.makes_masks(options.get(POSITIONS)):
-            return step.mask
-        return getattr(sys.modules[MASKS], self.name)(*args, **options)
-
-    def __reduce__(self):
-        return functools.partial, (getattr(sys.modules[MASKS], self.name),)
-
-    @classmethod
-    def is_own(cls, module: nn.Module, value: object) -> bool:
-        own = getattr(sys.modules.get(MASKS), cls.name, None)
-        return isinstance(value, functools.partial) and value.func is own and not value.args

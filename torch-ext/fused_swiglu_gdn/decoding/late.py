@@ -81,10 +81,11 @@ def _is_known(loop: Callable, check: Optional[type]) -> bool:
 
 
 def sample(
-    model: nn.Module, input_ids, logits_processor, stopping_criteria, generation_config, **given
-):
-    """transformers' loop for a model, with the late check if everything that takes part is
-    known."""
+    view: nn.Module, model: nn.Module, input_ids, logits_processor, stopping_criteria,
+    generation_config, **given,
+):  # fmt: skip
+    """transformers' loop for a model and its view, with the late check if everything that takes
+    part is known."""
     loop, decoding = getattr(type(model), LOOP), decoding_of(model)
     given.update(
         logits_processor=logits_processor,
@@ -116,10 +117,10 @@ def sample(
     try:
         late.tokens = None if found is given else input_ids.shape[1]
         try:
-            return loop(model, input_ids, **found)
+            return loop(view, input_ids, **found)
         except TooLong:  # no token was drawn or streamed yet
             late.tokens = None
-            return loop(model, input_ids, **given)
+            return loop(view, input_ids, **given)
     finally:
         late.leave()
 
