@@ -22,9 +22,9 @@ def projections(
     """linear(x [..., K]) for each linear.
 
     A few tokens take one launch, if reading the weights is equivalent; it overlaps the previous
-    one's end. For FP8Linears x is quantised once; others beside them are part of the launch of a
-    few tokens, and of one token a launch of their own. eager: the caller knows that torch is in
-    eager mode, and unpatched. together: None where each would be called by itself.
+    one's end. For FP8Linears x is quantised once; others beside them take a launch of their own.
+    eager: the caller knows that torch is in eager mode, and unpatched. together: None where each
+    would be called by itself.
     """
     plain = type(linears[0]) is nn.Linear
     if x.numel() <= MAX_TOKENS * x.shape[-1]:
@@ -37,12 +37,7 @@ def projections(
         found = fp8.project(x, linears, eager)
         if found is not None:
             rest = [linear for linear, y in zip(linears, found) if y is None]
-            if not rest:
-                return found
-            if len(rest) > 1 and x.numel() == x.shape[-1]:
-                others = iter(projections(x, *rest, eager=eager))
-            else:
-                others = (linear(x) for linear in rest)
+            others = iter(projections(x, *rest, eager=eager) if rest else ())
             return [next(others) if y is None else y for y in found]
     if lora.FORMS and lora.is_step(linears[0]):
         found = lora.projections(x, linears, projections)
