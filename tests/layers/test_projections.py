@@ -21,6 +21,12 @@ def called(x, linears):
     return torch.cat([nn.functional.linear(x.double(), *part) for part in parts], -1)
 
 
+def joined(x, *linears):
+    """linear(x) of each, of which the last is called if need be."""
+    first, *others = layers.joined(x, linears[:2], linears[2:])
+    return torch.cat([first, *(others or [linears[2](x)])], -1)
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 50])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("device", DEVICES)
@@ -29,46 +35,51 @@ def test_joined(device, bias, tokens):
         x, linears = made(device, dtype, bias)
         x = x[:, :tokens]
         with torch.no_grad():
-            found, wanted = layers.joined(x, *linears), called(x, linears)
+            found, wanted = joined(x, *linears), called(x, linears)
         assert found.shape == (3, tokens, 72) and found.dtype == dtype and found.is_contiguous()
         assert_close(found, wanted)
 
 
 def test_without_a_copy(monkeypatch):
     """Modules are called where that may do more than multiply, and where a gradient is wanted."""
-    (x, linears), calls, cat = made(), [], torch.cat
+    (x, (*linears, last)), calls, cat = made(), [], torch.cat
     wanted = called(x, linears).detach()
     monkeypatch.setattr(layers.torch, "cat", lambda *args: calls.append(1) or cat(*args))
+
+    def joined(x):
+        return layers.joined(x, linears, [last])[0]
+
     with torch.no_grad():
-        assert_close(layers.joined(x, *linears), wanted)
+        assert_close(joined(x), wanted)
         assert not calls
-        linears[1].register_forward_hook(lambda module, given, y: 2 * y)
-        assert_close(layers.joined(x, *linears)[..., 16:64], 2 * wanted[..., 16:64])
+        handle = linears[1].register_forward_hook(lambda module, given, y: 2 * y)
+        assert_close(joined(x)[..., 16:], 2 * wanted[..., 16:])
+        handle.remove()
     assert len(calls) == 1
-    x, linears = made()
-    assert layers.joined(x, *linears).requires_grad and len(calls) == 2
+    assert joined(x).requires_grad and len(calls) == 2
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert layers.joined(x, *linears).dtype == torch.bfloat16
+        assert joined(x).dtype == torch.bfloat16
 
 
-def test_beside(monkeypatch):
-    """One launch for a few tokens of plain modules."""
+def test_others_beside_them(monkeypatch):
+    """One launch for a few tokens of plain modules; else the others are to be called."""
     x, linears = made()
     wanted, launches = called(x, linears), []
 
-    def project(x, weights, apart):
+    def project(x, weights, apart=True):
+        if apart or x.numel() > 64 * 32:
+            return None
         launches.append(len(weights))
         return [torch.cat([x @ w.T for w in weights], -1)]
 
     monkeypatch.setattr(layers, "project", project)
-    first, *others = layers.beside(x[:1], linears[:2], linears[2:])
-    assert launches == [3] and [y.shape[-1] for y in (first, *others)] == [64, 8]
-    assert_close(torch.cat([first, *others], -1), wanted[:1])
-    assert layers.beside(x, linears[:2], linears[2:]) is None  # 150 tokens
-    linears[1].register_forward_hook(lambda module, given, y: 2 * y)
-    assert layers.beside(x[:1], linears[:2], linears[2:]) is None
-    x, linears = made(bias=True)
-    assert layers.beside(x[:1], linears[:2], linears[2:]) is None and launches == [3]
+    with torch.no_grad():
+        first, *others = layers.joined(x[:1], linears[:2], linears[2:])
+        assert launches == [3] and [y.shape[-1] for y in (first, *others)] == [64, 8]
+        assert_close(torch.cat([first, *others], -1), wanted[:1])
+        assert len(layers.joined(x, linears[:2], linears[2:])) == 1  # 150 tokens
+        linears[2].register_forward_hook(lambda module, given, y: 2 * y)
+        assert len(layers.joined(x[:1], linears[:2], linears[2:])) == 1 and launches == [3]
 
 
 def test_one_token_by_a_large_weight(monkeypatch):

@@ -28,7 +28,7 @@ from .delta import (
 from .forward import Arguments, forward_by
 from .pinned import Pinned
 from .plain import PLAIN_TENSORS, is_plain
-from .projections import beside, joined, projections
+from .projections import joined, projections
 
 RULES = kda.chunk_kda, kda.fused_recurrent_kda
 Chain = Tuple[str, ...]  # paths of one projection after another, of the hidden states
@@ -157,8 +157,7 @@ def _projected(layer: nn.Module, roles: Roles, x: torch.Tensor) -> tuple:
     numbers (dropout of adapters).
     """
     parts = {path: at(path)(layer) for path in (roles.f[0], *roles.z[:-1], roles.b[0])}
-    mixed, apart = [at(path)(layer) for path in roles.mixed], [*parts.values()]
-    qkv, *found = beside(x, mixed, apart) or (None, *(projections(x, *apart, together=True) or ()))
+    qkv, *found = joined(x, [at(path)(layer) for path in roles.mixed], [*parts.values()])
     outputs = dict(zip(parts, found))
 
     def output(chain: Chain) -> torch.Tensor:
@@ -168,6 +167,5 @@ def _projected(layer: nn.Module, roles: Roles, x: torch.Tensor) -> tuple:
             y = projections(y, at(path)(layer))[0]
         return y
 
-    qkv = joined(x, *mixed) if qkv is None else qkv
     f, b = output(roles.f), output(roles.b)
     return qkv, f, output(roles.z), b

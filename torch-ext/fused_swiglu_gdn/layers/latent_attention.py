@@ -238,12 +238,11 @@ class LatentAttention:
 
 def _normed(q: torch.Tensor, norm: nn.Module, linear: nn.Module) -> torch.Tensor:
     """linear(norm(q)), of one token in one launch."""
-    if q.numel() == q.shape[-1]:
-        found, weights = parameters_of_norm(norm), parameters_of(linear)
-        if weights is not None and weights[0][1] is None and _is_plain(found, q):
-            y = normed_project(q, found[0], found[1], weights[0][0])
-            if y is not None:
-                return y
+    found, weights = parameters_of_norm(norm), parameters_of(linear)
+    if weights is not None and weights[0][1] is None and _is_plain(found, q):
+        y = normed_project(q, found[0], found[1], weights[0][0])
+        if y is not None:
+            return y
     return projections(norm(q), linear, eager=True)[0]
 
 

@@ -5,7 +5,6 @@ from typing import List, Optional
 import torch
 from torch import nn
 
-from ..projection.call import MAX_TOKENS
 from ..projection.project import project
 from ..runtime import device
 from . import lora
@@ -27,12 +26,11 @@ def projections(
     would be called by itself.
     """
     plain = type(linears[0]) is nn.Linear
-    if x.numel() <= MAX_TOKENS * x.shape[-1]:
-        found = parameters_of(*linears) if plain and (eager or torch_unpatched()) else None
-        if found is not None and all([bias is None for _, bias in found]):
-            y = project(x, [weight for weight, _ in found])
-            if y is not None:
-                return y
+    found = parameters_of(*linears) if plain and (eager or torch_unpatched()) else None
+    if found is not None and all([bias is None for _, bias in found]):
+        y = project(x, [weight for weight, _ in found])
+        if y is not None:
+            return y
     if not plain and fp8.FORMS:
         found = fp8.project(x, linears, eager)
         if found is not None:
@@ -46,38 +44,32 @@ def projections(
     return None if together else [linear(x) for linear in linears]
 
 
-def joined(x: torch.Tensor, *linears: nn.Module) -> torch.Tensor:
-    """linear(x [..., K]) of each, side by side: without a copy where calling them is only a
-    product."""
-    found = parameters_of(*linears) if torch_unpatched() else None
-    if found is None or any([bias is not None for _, bias in found]):
-        return torch.cat(projections(x, *linears), -1)
-    weights = [weight for weight, _ in found]
-    if x.numel() <= MAX_TOKENS * x.shape[-1]:
-        y = project(x, weights, apart=False)
-        if y is not None:
-            return y[0]
-    if not _may_write(x, weights):
-        return torch.cat([linear(x) for linear in linears], -1)
+def joined(x: torch.Tensor, first: List[nn.Module], others: List[nn.Module]) -> tuple:
+    """linear(x [..., K]) of `first`, side by side, and of each other one, unless these have to be
+    called one by one: of a few tokens all in one launch, of more without a copy, where calling them
+    is only a product."""
+    weights = _weights(*first, *others)
+    y = None if weights is None else project(x, weights, apart=False)
+    sizes = [] if weights is None else [weight.shape[0] for weight in weights]
+    n = len(first)
+    if y is not None:
+        return y[0].split_with_sizes([sum(sizes[:n]), *sizes[n:]], -1)
+    apart, weights = projections(x, *others, together=True) or (), _weights(*first)
+    if weights is None or not _may_write(x, weights):
+        return torch.cat(projections(x, *first), -1), *apart
     rows, sizes = x.reshape(-1, x.shape[-1]), [weight.shape[0] for weight in weights]
     y = x.new_empty((rows.shape[0], sum(sizes)))
     for weight, part in zip(weights, y.split_with_sizes(sizes, -1)):
         torch.mm(rows, weight.t(), out=part)
-    return y.view(*x.shape[:-1], sum(sizes))
+    return y.view(*x.shape[:-1], sum(sizes)), *apart
 
 
-def beside(x: torch.Tensor, first: List[nn.Module], others: List[nn.Module]) -> Optional[tuple]:
-    """linear(x [..., K]) of `first`, side by side, and of each other one, in one launch; None for
-    more than a few tokens, and where that may not be all that the modules do."""
-    few = x.numel() <= MAX_TOKENS * x.shape[-1]
-    found = parameters_of(*first, *others) if few and torch_unpatched() else None
+def _weights(*linears: nn.Module) -> Optional[List[torch.Tensor]]:
+    """Their weights, where calling each is only a product with it, else None."""
+    found = parameters_of(*linears) if torch_unpatched() else None
     if found is None or any([bias is not None for _, bias in found]):
         return None
-    y = project(x, [weight for weight, _ in found], apart=False)
-    if y is None:
-        return None
-    rows = [weight.shape[0] for weight, _ in found]
-    return y[0].split_with_sizes([sum(rows[: len(first)]), *rows[len(first) :]], -1)
+    return [weight for weight, _ in found]
 
 
 def linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..projection.call import MAX_TOKENS
 from ..projection.project import mlp_of_a_token, project
 from ..runtime import dispatch
 from ..runtime.checks import FLOATING
@@ -134,14 +133,12 @@ def _without_gradient(
     """fused_swiglu_mlp of weights and biases as projections() has them, by kernels for few tokens
     where there are no biases."""
     w_gate, w_up, b_gate, b_up = found
-    biased = b_gate is not None or b_up is not None or b_down is not None
-    if not biased and name != "gelu" and x.shape and x.numel() == x.shape[-1]:
-        y = mlp_of_a_token(x, w_gate, w_up, w_down, name)
-        if y is not None:
-            return y
+    plain = b_gate is None and b_up is None and b_down is None
+    y = mlp_of_a_token(x, w_gate, w_up, w_down, name) if plain else None
+    if y is not None:
+        return y
     z = fused_swiglu(x, *found, activation=name)
-    few = not biased and z.ndim and z.numel() <= MAX_TOKENS * z.shape[-1]
-    products = project(z, [w_down]) if few else None
+    products = project(z, [w_down]) if plain else None
     return products[0] if products else F.linear(z, w_down, b_down)
 
 

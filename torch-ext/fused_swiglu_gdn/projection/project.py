@@ -61,10 +61,10 @@ def project(
         fp32: the products are not rounded to the dtype of x.
 
     Returns:
-        Views [..., N_i] of one tensor; None for more than a few tokens, if a gradient is needed,
-        under autocast, and if no kernel supports the call.
+        Views [..., N_i] of one tensor; None for more than MAX_TOKENS tokens, if a gradient is
+        needed, under autocast, and if no kernel supports the call.
     """
-    if len(weights) > MAX_WEIGHTS:
+    if x.numel() > MAX_TOKENS * x.shape[-1:].numel() or len(weights) > MAX_WEIGHTS:
         return None
     tensors = (x, *weights, *(None,) * (MAX_WEIGHTS - len(weights)))
     run = PROJECT.serving(tensors, (None, fp32))
@@ -79,24 +79,28 @@ def project(
 def mlp_of_a_token(
     x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, activation: str
 ) -> Optional[Tensor]:
-    """(act(x @ w_gate.T) * (x @ w_up.T)) @ w_down.T of one token, in two launches; None as from
-    project.
+    """(act(x @ w_gate.T) * (x @ w_up.T)) @ w_down.T of one token, in two launches; None of more,
+    and as from project.
 
     Args:
-        x: [..., K], K numbers in all. w_gate, w_up: [N, K]. w_down: [K, N].
+        x: [..., K]. w_gate, w_up: [N, K]. w_down: [K, N].
     """
+    if x.numel() != x.shape[-1:].numel():
+        return None
     tensors = (x, w_gate, w_up, w_down)
     run = TOKEN_MLP.serving(tensors, (activation,))
     return None if run is None else run(*tensors)
 
 
 def normed_project(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Optional[Tensor]:
-    """(x / rms(x) * norm) weight^T of one token, in one launch; None if no kernel supports the
-    call. For calls without gradients and autocast.
+    """(x / rms(x) * norm) weight^T of one token, in one launch; None of more, and if no kernel
+    supports the call. For calls without gradients and autocast.
 
     Args:
-        x: [..., K], K numbers in all. norm: [K]. weight: [N, K], the dtype of x.
+        x: [..., K]. norm: [K]. weight: [N, K], the dtype of x.
     """
+    if x.numel() != x.shape[-1:].numel():
+        return None
     tensors = (x, norm, weight)
     run = NORMED_PROJECT.serving(tensors, (eps,))
     return None if run is None else run(*tensors)
