@@ -225,18 +225,14 @@ def test_a_product_that_is_first_met_in_a_capture(monkeypatch):
 
 @compiled
 def test_the_public_product(monkeypatch):
-    """It serves a torch without _scaled_mm, and is told which scale is whose."""
+    """It is told which scale is whose."""
     kinds = pytest.importorskip("torch.nn.functional").ScalingType
     multiply, given = submodule("fp8.hopper.multiply"), []
-    monkeypatch.setattr(multiply, "_has_product", lambda *where: True)
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", lambda *a, **b: given.append((a, b)))
     part = fp8_problems.linear(256, 512)
     weight, scale = part.weight, part.weight_scale_inv
     codes = reference.quantise_fwd(values(3, 512))
-    product = call.Product(weight, scale, submodule("runtime.call").NoOptions())
-    assert multiply.prepare_multiply_fwd(product) is multiply._multiply
-    monkeypatch.delattr(torch, "_scaled_mm")
-    multiply.prepare_multiply_fwd(product)(weight, scale, codes)
+    multiply._multiply_publicly(weight, scale, codes)
     (((x, w, *scales), more),) = given
     assert x is codes.codes and w.shape == (512, 256) and more == {"output_dtype": torch.bfloat16}
     assert scales[1::2] == [kinds.BlockWise1x128, kinds.BlockWise128x128]
@@ -252,7 +248,7 @@ def test_a_product_is_tried_in_any_default_dtype(monkeypatch, dtype):
         seen.extend((scale.dtype, x.scales.dtype))
         return reference.multiply_fwd(weight, scale, x)
 
-    monkeypatch.setattr(multiply, "_way", lambda: product)
+    monkeypatch.setattr(multiply, "_multiply", product)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

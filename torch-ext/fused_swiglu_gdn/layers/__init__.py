@@ -13,8 +13,7 @@ The files by what they are for:
 - forwards: swiglu, norm, attention, latent_attention, decoder, gdn and kda (with delta, replay),
   lora, fp8/; what they share: forward, projections, few_tokens, activations, tensor_parallel
 - under the names of others: functions, hub
-- whether a module is still what was recognised: plain, pinned, pins, own_code, own_classes,
-  others_code
+- whether a module is still what was recognised: plain, pinned, pins, own_code, own_classes
 """
 
 from .delta import FusedRMSNormGated

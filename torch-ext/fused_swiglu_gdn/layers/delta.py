@@ -151,9 +151,13 @@ def convolution(
 def recurred(rules: Tuple[Callable, Callable], tensors: tuple, options: dict, seq: Sequences):
     """The delta rule's o [B, T, HV, V]; the cache gets the state after it.
 
-    rules: of chunks, and token by token. tensors: q, k, v and raw gates.
+    rules: of chunks, and token by token. tensors: q, k, v and raw gates; options: what the two
+    families do not have in common.
     """
     chunked, by_token = rules
+    options.update(
+        use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True
+    )
     if seq.held is not None:
         return seq.held.step(*tensors, **options)
     if seq.back is not None and seq.lengths is None:

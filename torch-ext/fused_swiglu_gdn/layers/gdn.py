@@ -67,11 +67,7 @@ def _gated_delta_net(
     if decoding:
         return y
     q, k, v = _split(layer, y)
-    options = {
-        "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "A_log": layer.A_log,
-        "dt_bias": layer.dt_bias, "use_beta_sigmoid_in_kernel": True,
-        "allow_neg_eigval": allow_neg_eigval,
-    }  # fmt: skip
+    options = {"A_log": layer.A_log, "dt_bias": layer.dt_bias, "allow_neg_eigval": allow_neg_eigval}
     o = recurred(RULES, (q, k, v, a.flatten(2), b.flatten(2)), options, seq)
     if not plain:
         o = norm(o.reshape(-1, o.shape[-1]), z.reshape(-1, o.shape[-1]))

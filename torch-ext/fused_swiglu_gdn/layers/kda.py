@@ -139,11 +139,8 @@ def kimi_delta_attention(
     q, k, v = [part.view(heads) for part in qkv.chunk(3, -1)]
     y = convolution(at(roles.conv)(layer), roles.activation, q, k, v, qkv, seq)
     q, k, v, f, z = [part.view(heads) for part in (*y.chunk(3, -1), f, z)]
-    options = {
-        "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "lower_bound": bound,
-        "A_log": at(roles.A_log)(layer), "dt_bias": at(roles.dt_bias)(layer),
-        "use_beta_sigmoid_in_kernel": True,
-    }  # fmt: skip
+    gates = {"A_log": at(roles.A_log)(layer), "dt_bias": at(roles.dt_bias)(layer)}
+    options = {"lower_bound": bound, **gates}
     o = recurred(RULES, (q, k, v, f, b), options, seq)
     norm = at(roles.norm)(layer)
     o = normed_and_gated(norm, o, z) if is_gated_norm(norm) else norm(o, z)

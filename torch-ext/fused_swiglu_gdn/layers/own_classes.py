@@ -8,9 +8,8 @@ from typing import Callable, Dict, List, Optional
 import torch
 from torch import nn
 
-from .others_code import pin_objects, why_unsteady
 from .pinned import Pinned
-from .pins import PACKAGES, Walk, is_of
+from .pins import PACKAGES, Walk, is_of, pin_objects, why_unsteady
 
 
 def wrapped_in(forward: object) -> List[object]:

@@ -224,22 +224,22 @@ def forward_of(form: Form) -> Callable:
     return forward
 
 
-def _serve_class(mlp: nn.Module, x: torch.Tensor, default: Roles) -> Optional[torch.Tensor]:
-    """serve() for the form of the module's class, if known, else with the names of `default`."""
-    form = FORMS.get(type(mlp))
-    if form is None:
-        if default.act not in mlp._modules and not hasattr(mlp, default.act):
-            default = default._replace(act="activation_fn")
-        return serve(mlp, x, default)
-    return forward_of(form)(mlp, x)
+def _bound(mlp: nn.Module, x: torch.Tensor, default: Roles) -> torch.Tensor:
+    """The output of an MLP to which `kernels` has bound our forward: by the form of its class, if
+    that is known, else with the names of `default`."""
+    if type(mlp) in FORMS:
+        return forward_of(FORMS[type(mlp)])(mlp, x)
+    act = default.act if hasattr(mlp, default.act) else "activation_fn"
+    y = serve(mlp, x, default._replace(act=act))
+    if y is not None:
+        return y
+    gate = getattr(mlp, default.gate)(x)
+    gate, up = gate.chunk(2, dim=-1) if default.up is None else (gate, mlp.up_proj(x))
+    return mlp.down_proj(getattr(mlp, act)(gate) * up)
 
 
 _SEPARATE = Roles("gate_proj", "up_proj", "down_proj", "act_fn")
 _JOINED = Roles("gate_up_proj", None, "down_proj", "act_fn")
-
-
-def _activated(mlp: nn.Module, gate: torch.Tensor) -> torch.Tensor:
-    return getattr(mlp, "act_fn" if hasattr(mlp, "act_fn") else "activation_fn")(gate)
 
 
 class SwiGLUMLP(Layer):
@@ -254,10 +254,7 @@ class SwiGLUMLP(Layer):
     """
 
     def forward(self, x):
-        y = _serve_class(self, x, _SEPARATE)
-        if y is None:
-            y = self.down_proj(_activated(self, self.gate_proj(x)) * self.up_proj(x))
-        return y
+        return _bound(self, x, _SEPARATE)
 
 
 class SwiGLUGateUp(Layer):
@@ -268,11 +265,7 @@ class SwiGLUGateUp(Layer):
     """
 
     def forward(self, x):
-        y = _serve_class(self, x, _JOINED)
-        if y is None:
-            gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-            y = self.down_proj(_activated(self, gate) * up)
-        return y
+        return _bound(self, x, _JOINED)
 
 
 class _GateUpConversion:

@@ -3,9 +3,9 @@ values of the tokens and for 128 x 128 of the weight.
 
 cuBLAS reads the scales of a weight in rows of a multiple of four. Where K is a multiple of 512 they
 lie so, and torch._scaled_mm takes them; its public form, torch.nn.functional.scaled_mm, gives the
-same bits, costs the host 2 to 8 us more a call, and serves where a torch has no other. It alone
-takes rows that are longer than K: for other K the scales, never the weight, are copied in each
-call. What torch, CUDA and the GPU have is tried once for each device.
+same bits and costs the host 2 to 8 us more a call. It alone takes rows that are longer than K: for
+other K the scales, never the weight, are copied in each call. What torch, CUDA and the GPU have is
+tried once for each device.
 """
 
 from typing import Callable, Dict, Optional, Tuple
@@ -35,8 +35,8 @@ def prepare_multiply_fwd(call: Product) -> Optional[Callable]:
     if _is_odd(K):
         return lambda weight, scale, x: _multiply_publicly(weight, _in_fours(scale), x)
     if scale.dtype is E8M0:
-        return lambda weight, scale, x: _way()(weight, scale.float(), x)
-    return _way()
+        return lambda weight, scale, x: _multiply(weight, scale.float(), x)
+    return _multiply
 
 
 def _is_odd(K: int) -> bool:
@@ -50,10 +50,6 @@ def _in_fours(scale: torch.Tensor) -> torch.Tensor:
     found = scale.new_empty((rows, -(-blocks // FOUR) * FOUR), dtype=torch.float32)
     found[:, :blocks] = scale
     return found
-
-
-def _way() -> Callable:
-    return _multiply if hasattr(torch, "_scaled_mm") else _multiply_publicly
 
 
 def _multiply(
@@ -102,7 +98,7 @@ def _is_right(where: torch.device, odd: bool = False) -> bool:
     codes, weight, scales, scale = (x.to(where) for x in (codes, weight, scales, scale))
     try:
         x = Quantised(codes, scales.t())
-        multiply = _multiply_publicly if odd else _way()
+        multiply = _multiply_publicly if odd else _multiply
         y = multiply(weight, _in_fours(scale) if odd else scale, x).cpu()
     except (AttributeError, RuntimeError, TypeError, ValueError):
         return False
