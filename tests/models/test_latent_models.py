@@ -240,6 +240,18 @@ CHANGES = {  # how many of two layers are ours then
 }
 
 
+@torch.no_grad()
+def test_a_hook_of_all_modules():
+    """It sees the norm of the latents, which ours reads and does not call."""
+    model, ids, seen = random_model("deepseek_v3").eval(), tokens(1, 4), []
+    with dispatch.force("reference"):
+        assert not kernel.kernelize(model, only=["attention"]).left
+        hook = torch.nn.modules.module.register_module_forward_hook(lambda *call: seen.append(call))
+        model(ids)
+        hook.remove()
+    assert attention_of(model).kv_a_layernorm in [module for module, *_ in seen]
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_own_forward(change):
     made, given, count = CHANGES[change]

@@ -28,7 +28,7 @@ from .fp8.linear import scaled
 from .fp8.weights import weights_of
 from .norm import parameters_of_norm
 from .pinned import Pinned
-from .plain import PLAIN_TENSORS, parameters_of
+from .plain import PLAIN_TENSORS, parameters_of, torch_unpatched
 from .projections import projections
 
 KERNEL = (ops.LATENT, "latent_attention")
@@ -156,6 +156,8 @@ class LatentAttention:
         if attention.training or x.ndim != 3 or not x.numel() or torch.is_grad_enabled():
             return None
         if torch.is_autocast_enabled(x.device.type) or not _has_kernels(x, C, R):
+            return None
+        if not torch_unpatched(False):
             return None
         if not form.pinned.unchanged(attention, form.guards):
             return None
