@@ -200,11 +200,12 @@ class FusedRMSNormGated(Layer):
         return normed_and_gated(self, hidden_states, gate)
 
 
-def is_gated_norm(norm: nn.Module) -> bool:
+def is_gated_norm(norm: nn.Module, eager: bool = False) -> bool:
     """True if calling the norm computes weight * x / rms(x) * act(gate) and nothing else.
 
     It is of a class of transformers with its own forward, whose values were compared with the
-    formula; there are no hooks, and no forward on the instance but its class's or ours.
+    formula; there are no hooks, and no forward on the instance but its class's or ours. eager: the
+    caller knows that torch is in eager mode, and unpatched.
     """
     kind = type(norm)
     if not issubclass(kind, nn.Module) or not NORMS.of(kind):
@@ -214,7 +215,7 @@ def is_gated_norm(norm: nn.Module) -> bool:
         function = bound.__func__ if isinstance(bound, MethodType) else None
         if function is not kind.forward and function is not FusedRMSNormGated.forward:
             return False
-    if not torch_unpatched() or why_hooked(norm) is not None:
+    if not (eager or torch_unpatched()) or why_hooked(norm) is not None:
         return False
     weight, eps = norm._parameters.get("weight"), norm.__dict__.get("variance_epsilon")
     if type(weight) not in PLAIN_TENSORS or weight.ndim != 1 or weight.dtype not in FLOATING:

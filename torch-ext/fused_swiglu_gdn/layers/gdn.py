@@ -25,7 +25,7 @@ from .delta import (
 from .forward import Arguments, Layer, forward_by
 from .fp8 import linear as fp8
 from .pinned import Pinned, call_check
-from .plain import PLAIN_TENSORS
+from .plain import PLAIN_TENSORS, torch_unpatched
 from .projections import projections
 
 RULES = gdn.chunk_gated_delta_rule, gdn.fused_recurrent_gated_delta_rule
@@ -33,7 +33,7 @@ RULES = gdn.chunk_gated_delta_rule, gdn.fused_recurrent_gated_delta_rule
 
 def _gated_delta_net(
     layer, norm, q, k, v, z, a, b, seq: Sequences, joined, allow_neg_eigval: bool,
-    quantises: bool = False,
+    quantises: bool, eager: bool,
 ):  # fmt: skip
     """From the input projections to the input of the output projection.
 
@@ -41,7 +41,7 @@ def _gated_delta_net(
     [B, T, H, HV / H] -> [B, T, HV * V]. joined [B, T, D] is q, k and v if they lie side by side.
     quantises: the result is in FP8 where a kernel makes that.
     """
-    plain = is_gated_norm(norm) and norm.weight.shape == z.shape[-1:]
+    plain = is_gated_norm(norm, eager) and norm.weight.shape == z.shape[-1:]
     name = getattr(norm, "activation", "silu") if plain else None
     gate = SAME.get(name, name) if name in OF_GATED_NORM else None
     # the convolution's weight is read, not called: an offloaded one has to be brought first
@@ -94,37 +94,37 @@ def _heads(x, size: int):
 class Family(NamedTuple):
     """What layers of one family have of their own."""
 
-    project: Callable  # (layer, x) -> q, k, v, z, a, b; q, k, v joined, if they lie side by side;
-    # whether beta is up to 2
+    # (layer, x, eager) -> q, k, v, z, a, b; q, k, v joined, if they lie side by side; whether beta
+    # is up to 2
+    project: Callable
     norm: str
     out: str
 
 
-def computed(layer, family: Family, x, cache, mask, kwargs: dict) -> torch.Tensor:
+def computed(layer, family: Family, x, cache, mask, kwargs: dict, compiling: bool) -> torch.Tensor:
     """The output of a layer [B, T, hidden] for hidden states x, and a cache or None."""
-    x = without_padding(x, mask)
-    q, k, v, z, a, b, joined, allow_neg_eigval = family.project(layer, x)
+    x, eager = without_padding(x, mask), not compiling and torch_unpatched(False)
+    q, k, v, z, a, b, joined, allow_neg_eigval = family.project(layer, x, eager)
     seq = Sequences(layer, layer.layer_idx, k, cache, kwargs)
     norm, out = getattr(layer, family.norm), getattr(layer, family.out)
     weight = None
     if type(out) in fp8.FORMS:
-        weight = fp8.weight_of_out(out, x, z.shape[2:].numel())
-    more = (seq, joined, allow_neg_eigval, weight is not None)
+        weight = fp8.weight_of_out(out, x, z.shape[2:].numel(), eager)
+    more = (seq, joined, allow_neg_eigval, weight is not None, eager)
     o = _gated_delta_net(layer, norm, q, k, v, z, a, b, *more)
     if type(o) is Quantised:
         return products(x.shape[:2], (weight,), None, o)[0]
-    return projections(o, out)[0]
+    return projections(o, out, eager=eager)[0]
 
 
-def _qwen3_5(layer, x) -> tuple:
-    qkv, z, b, a = projections(
-        x, layer.in_proj_qkv, layer.in_proj_z, layer.in_proj_b, layer.in_proj_a
-    )
+def _qwen3_5(layer, x, eager: bool) -> tuple:
+    parts = layer.in_proj_qkv, layer.in_proj_z, layer.in_proj_b, layer.in_proj_a
+    qkv, z, b, a = projections(x, *parts, eager=eager)
     return (*_split(layer, qkv), _heads(z, layer.head_v_dim), a, b, qkv, False)
 
 
-def _qwen3_next(layer, x) -> tuple:
-    qkvz, ba = projections(x, layer.in_proj_qkvz, layer.in_proj_ba)
+def _qwen3_next(layer, x, eager: bool) -> tuple:
+    qkvz, ba = projections(x, layer.in_proj_qkvz, layer.in_proj_ba, eager=eager)
     ratio = layer.num_v_heads // layer.num_k_heads
     heads = (layer.num_k_heads, -1)
     K, V = layer.head_k_dim, ratio * layer.head_v_dim
@@ -133,10 +133,9 @@ def _qwen3_next(layer, x) -> tuple:
     return q, k, v.unflatten(-1, (ratio, -1)), z.unflatten(-1, (ratio, -1)), a, b, None, False
 
 
-def _olmo_hybrid(layer, x) -> tuple:
-    q, k, v, z, b, a = projections(
-        x, layer.q_proj, layer.k_proj, layer.v_proj, layer.g_proj, layer.b_proj, layer.a_proj
-    )
+def _olmo_hybrid(layer, x, eager: bool) -> tuple:
+    mixed, gates = (layer.q_proj, layer.k_proj, layer.v_proj), (layer.b_proj, layer.a_proj)
+    q, k, v, z, b, a = projections(x, *mixed, layer.g_proj, *gates, eager=eager)
     q, k = _heads(q, layer.head_k_dim), _heads(k, layer.head_k_dim)
     v, z = _heads(v, layer.head_v_dim), _heads(z, layer.head_v_dim)
     return q, k, v, z, a, b, None, layer.allow_neg_eigval
@@ -177,9 +176,10 @@ def forward_of(form: GdnForm) -> Callable:
     def serve(self, x, given, rest):
         if not isinstance(x, torch.Tensor) or x.ndim != 3:
             return None
-        compiling = torch.compiler.is_compiling()
+        compiling = torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag
         if unchanged(self, compiling) and (compiling or _is_plain(self)):
-            return computed(self, family, x, given.get(form.cache), given.get(form.mask), rest)
+            cache, mask = given.get(form.cache), given.get(form.mask)
+            return computed(self, family, x, cache, mask, rest, compiling)
         _refuse_context(rest)
         return None
 
@@ -229,9 +229,11 @@ def _forward_of_layer(name: str) -> Callable:
 
     def forward(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
         cache = kwargs.pop("cache", cache_params)  # transformers' releases have either name
-        own = None if torch.compiler.is_compiling() else _own_forward(self, kwargs)
+        compiling = torch.compiler.is_compiling()
+        own = None if compiling else _own_forward(self, kwargs)
         if own is None:
-            return computed(self, FAMILIES[name], hidden_states, cache, attention_mask, kwargs)
+            given = hidden_states, cache, attention_mask
+            return computed(self, FAMILIES[name], *given, kwargs, compiling)
         # own may know the cache by more names than one
         given = (hidden_states,) if cache is None else (hidden_states, cache)
         return own(self, *given, attention_mask=attention_mask, **kwargs)

@@ -9,6 +9,7 @@ They are recognised by those placements alone.
 """
 
 import functools
+import operator
 from types import CellType, FunctionType, MethodType
 from typing import Callable, NamedTuple, Optional, Tuple
 from weakref import WeakKeyDictionary, ref
@@ -72,41 +73,29 @@ class Shards(NamedTuple):
 
 
 # by gate: the forward, weight and bias of each of the three as they were looked at, and their
-# Shards, which are read in every call. A forward holds its module, which would never be freed; of
-# parameters torch moves none that has a weak reference
+# Shards, which are read in every call. A forward holds its module, which would never be freed, so
+# there is a weak reference to it; of parameters torch moves none that has one
 _found: WeakKeyDictionary = WeakKeyDictionary()
-
-
 NOT_BARE = frozenset(("weight", "bias", "_call_impl", "_hf_hook"))
-
-
-def _is_bare(attributes: dict) -> bool:
-    """True if a call of the module is one of its forward, with the parameters that it has."""
-    return not any(map(attributes.get, HOOKS)) and NOT_BARE.isdisjoint(attributes)
 
 
 def shards(gate: object, up: object, down: object) -> Optional[Shards]:
     """The shards of an MLP whose three projections are these modules, or None."""
     if not type(gate) is type(up) is type(down) is nn.Linear:
         return None
-    spaces = gate.__dict__, up.__dict__, down.__dict__
-    known, found = _found.get(gate, ((None,) * 3, None))
-    for attributes, before in zip(spaces, known):
-        if not _is_bare(attributes):
+    facts: list = []
+    for attributes in (gate.__dict__, up.__dict__, down.__dict__):
+        # else a call of the module is more than one of its forward with its parameters
+        if any(map(attributes.get, HOOKS)) or not NOT_BARE.isdisjoint(attributes):
             return None
-        if found is not None:
-            forward, weight, bias = before
-            own = attributes["_parameters"]
-            if attributes.get("forward") is not forward() or own.get("weight") is not weight:
-                found = None
-            elif own.get("bias") is not bias:
-                found = None
-    if found is None:
+        parameters = attributes["_parameters"]
+        facts += (attributes.get("forward"), parameters.get("weight"), parameters.get("bias"))
+    known, found = _found.get(gate, ((), None))
+    before = [x() if type(x) is ref else x for x in known]
+    if found is None or not all(map(operator.is_, before, facts)):
         found = _shards(gate, up, down)
         if found is not None:
-            own = [(a["forward"], a["_parameters"]) for a in spaces]
-            before = [(ref(f), parts.get("weight"), parts.get("bias")) for f, parts in own]
-            _found[gate] = before, found
+            _found[gate] = [ref(x) if type(x) is FunctionType else x for x in facts], found
     return found
 
 
@@ -119,14 +108,10 @@ def _shards(gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> Optional[Shards]
     alike = mesh == w_up.device_mesh == w_down.device_mesh and mesh.ndim == 1
     if not alike or w_gate.shape != w_up.shape or w_gate.shape[0] % P:
         return None  # shares that differ would be served in some processes alone
-    for weight, bias, layouts in ((w_gate, b_gate, split), (w_up, b_up, same)):
-        if not (_is_shard(weight, 0) and _from_all_to_shards(layouts)):
-            return None
-        if bias is not None and not _is_shard(bias, 0):
-            return None
-    if not (_is_shard(w_down, 1) and _from_all_to_shards(joined[::-1])):
+    if not all(map(_from_all_to_shards, (split, same, joined[::-1]))):
         return None
-    if b_down is not None and not _is_replica(b_down):
+    rows = [x is None or _is_shard(x, 0) for x in (w_gate, w_up, b_gate, b_up)]
+    if not all(rows) or not _is_shard(w_down, 1) or not (b_down is None or _is_replica(b_down)):
         return None
     return Shards(w_gate, w_up, w_down, b_gate, b_up, b_down, mesh.get_group())
 
