@@ -1,5 +1,6 @@
 """The calls of FP8, and what they share. Sizes: M tokens, P of them with padding, K columns."""
 
+import functools
 from typing import NamedTuple, Optional, Sequence
 
 import torch
@@ -34,6 +35,23 @@ def padded(rows: int) -> int:
 def blocks_of(n: int) -> int:
     """The number of scales of n columns, or of n rows of a weight."""
     return -(-n // BLOCK)
+
+
+@functools.lru_cache(maxsize=1024)
+def _fit(weight: torch.Size, scale: torch.Size) -> bool:
+    return len(weight) == 2 and min(weight) > 0 and scale == tuple(map(blocks_of, weight))
+
+
+def is_scaled(weight: Tensor, scale: Tensor) -> bool:
+    """True for a weight [N, K] in FP8 and a scale for each BLOCK x BLOCK of it, both dense."""
+    return (
+        weight.dtype is torch.float8_e4m3fn
+        and scale.dtype in SCALES
+        and weight.device == scale.device
+        and _fit(weight.shape, scale.shape)
+        and weight.is_contiguous()
+        and scale.is_contiguous()
+    )
 
 
 def as_bytes(scales: Sequence[Optional[Tensor]]) -> tuple:

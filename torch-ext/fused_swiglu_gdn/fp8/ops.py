@@ -1,6 +1,5 @@
 """Quantisation and products in FP8 as operations of layers; not part of the API."""
 
-import functools
 from typing import Optional, Sequence, Tuple
 
 import torch
@@ -25,19 +24,11 @@ ABSENT = (None,) * MAX_WEIGHTS
 Weight = Tuple[Tensor, Tensor, Optional[Tensor]]
 
 
-@functools.lru_cache(maxsize=1024)
-def _fit(weight: torch.Size, scale: torch.Size) -> bool:
-    return scale == tuple(map(calls.blocks_of, weight))
-
-
 def multiplies(weight: Tensor, scale: Tensor, M: int) -> bool:
     """True if products() computes M tokens by a weight that begins at a multiple of 16 bytes."""
     if M > calls.MOST or dispatch.forced is not None:
         return PRODUCT.serving((weight, scale)) is not None
-    if weight.dtype is not torch.float8_e4m3fn or weight.device != scale.device:
-        return False
-    fits = _fit(weight.shape, scale.shape)
-    return fits and weight.is_contiguous() and scale.is_contiguous()
+    return calls.is_scaled(weight, scale)
 
 
 def products(

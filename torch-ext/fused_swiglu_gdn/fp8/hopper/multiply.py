@@ -13,7 +13,7 @@ from typing import Callable, Dict, Optional, Tuple
 import torch
 import torch.nn.functional as F
 
-from ..call import BLOCK, E8M0, ROWS, SCALES, Product, Quantised, blocks_of
+from ..call import BLOCK, E8M0, ROWS, Product, Quantised, blocks_of, is_scaled
 
 FOUR = 4  # scales that cuBLAS reads at once
 _works: Dict[Tuple[int, bool], bool] = {}  # by the index of a device, and whether K is odd
@@ -22,15 +22,10 @@ _works: Dict[Tuple[int, bool], bool] = {}  # by the index of a device, and wheth
 def prepare_multiply_fwd(call: Product) -> Optional[Callable]:
     """(weight, scale, x) -> [P, N] bf16, for tokens x in FP8."""
     weight, scale, _ = call
-    if weight.dtype is not torch.float8_e4m3fn or scale.dtype not in SCALES:
+    if not is_scaled(weight, scale) or any([n % ROWS for n in weight.shape]):
         return None
-    if weight.ndim != 2:
-        return None
-    N, K = weight.shape
-    dense = weight.is_contiguous() and scale.is_contiguous() and scale.device == weight.device
-    fits = K > 0 and K % ROWS == 0 and N > 0 and N % ROWS == 0
-    served = dense and fits and scale.shape == (blocks_of(N), blocks_of(K))
-    if not served or not _has_product(weight.device, _is_odd(K)):
+    K = weight.shape[1]
+    if not _has_product(weight.device, _is_odd(K)):
         return None
     if _is_odd(K):
         return lambda weight, scale, x: _multiply_publicly(weight, _in_fours(scale), x)

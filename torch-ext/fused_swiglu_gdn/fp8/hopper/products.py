@@ -14,12 +14,12 @@ from ..call import (
     E8M0,
     MOST,
     ROWS,
-    SCALES,
     Mlp,
     Product,
     Products,
     Quantised,
     blocks_of,
+    is_scaled,
     padded,
 )
 from ..portable.quantise import (
@@ -33,21 +33,6 @@ from .few import Few, gate_of_products, gated
 from .multiply import prepare_multiply_fwd
 
 
-def lies_so(weight: torch.Tensor, scale: torch.Tensor, K: int) -> bool:
-    """True if the kernels for few tokens read this weight for K columns."""
-    return (
-        weight.dtype is torch.float8_e4m3fn
-        and weight.ndim == 2
-        and scale.dtype in SCALES
-        and weight.shape[1] == K
-        and weight.shape[0] > 0
-        and scale.shape == (blocks_of(weight.shape[0]), blocks_of(K))
-        and weight.is_contiguous()
-        and scale.is_contiguous()
-        and weight.device == scale.device
-    )
-
-
 def _product(lead: tuple, K: int, weights: Sequence, scales: Sequence) -> Optional[Callable]:
     """A function like Few: of tokens in FP8, weights and their scales that gives all products."""
     where, M = weights[0].device, math.prod(lead)
@@ -57,7 +42,7 @@ def _product(lead: tuple, K: int, weights: Sequence, scales: Sequence) -> Option
         return _of_many(lead, weights, scales)
     if device.is_gpu(where) and not device.has_wgmma(where):
         return None
-    if not all([lies_so(w, s, K) for w, s in zip(weights, scales)]):
+    if not all([is_scaled(w, s) and w.shape[1] == K for w, s in zip(weights, scales)]):
         return None
     rows = tuple([w.shape[0] for w in weights])
     return Few(where, lead, K, rows, e8m0=E8M0 in [s.dtype for s in scales])

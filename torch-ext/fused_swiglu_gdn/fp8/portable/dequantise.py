@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ...runtime import device
 from ...runtime.launch import Launch
-from ..call import BLOCK, Dequantise, blocks_of
+from ..call import BLOCK, Dequantise, blocks_of, is_scaled
 
 _BLOCK = tl.constexpr(BLOCK)
 ROWS = 32  # of a program
@@ -53,14 +53,11 @@ def prepare_dequantise_fwd(call: Dequantise) -> Optional[Callable]:
     """(weight, scale) -> [N, K] bf16."""
     weight, scale, _ = call
     where = weight.device
-    if weight.dtype is not torch.float8_e4m3fn or scale.dtype is not torch.float32:
+    if not is_scaled(weight, scale) or scale.dtype is not torch.float32:
         return None
-    if weight.ndim != 2 or not (weight.is_contiguous() and scale.is_contiguous()):
+    if not device.has_e4m3(where):
         return None
     N, K = weight.shape
-    dense = N > 0 and K > 0 and scale.device == where
-    if not dense or scale.shape != (blocks_of(N), blocks_of(K)) or not device.has_e4m3(where):
-        return None
     kernel = Launch(
         _dequantise_kernel, (-(-N // ROWS), blocks_of(K)), where, numbers=(N, K),
         constexprs=(ROWS,), guarded=True,
