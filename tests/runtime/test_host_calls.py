@@ -32,7 +32,6 @@ MOST = {
     "gated norm": 6,  # 37 so
     "gated norm, gradient": 49,  # 151 so
     "gate": 9,
-    "FP8": 4,
     "norm in FP8": 6,
     "products in FP8": 7,
     "experts in FP8, T=4": 16,
@@ -178,14 +177,12 @@ def fp8_calls() -> dict:
     x, residual, weight = (torch.zeros(*s, 512).bfloat16() for s in ((4,), (4,), ()))
     weights = [torch.zeros(512, 512).to(torch.float8_e4m3fn) for _ in range(2)]
     weights = [(weight, torch.ones(4, 4), None) for weight in weights]
-    quantise = submodule("fp8.portable.quantise").quantiser(x)
     codes = submodule("fp8.reference").quantise_fwd(x)
     stacked = [torch.zeros(4, *s, 256).to(torch.float8_e4m3fn) for s in ((512,), (256,))]
     tensors = (stacked[0], torch.ones(4, 4, 2), stacked[1], torch.ones(4, 2, 2))
     routed = (torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, 2).bfloat16())
     token = x[:, :256].contiguous()
     return {
-        "FP8": lambda: quantise(x),
         "norm in FP8": lambda: ops.NORM_QUANTISE((x, weight, residual), (1e-6, "llama", 0.0)),
         "products in FP8": lambda: ops.products((4,), weights, None, codes),
         "experts in FP8, T=4": lambda: experts(token, *tensors, *routed),

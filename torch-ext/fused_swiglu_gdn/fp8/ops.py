@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from ..projection.call import MAX_WEIGHTS
-from ..runtime import dispatch
 from ..runtime.eager_operation import EagerOperation
 from . import call as calls
 from . import reference
@@ -22,13 +21,6 @@ ABSENT = (None,) * MAX_WEIGHTS
 
 # of an FP8Linear: [N, K] e4m3, [ceil(N / BLOCK), ceil(K / BLOCK)], and its bias [N]
 Weight = Tuple[Tensor, Tensor, Optional[Tensor]]
-
-
-def multiplies(weight: Tensor, scale: Tensor, M: int) -> bool:
-    """True if products() computes M tokens by a weight that begins at a multiple of 16 bytes."""
-    if M > calls.MOST or dispatch.forced is not None:
-        return PRODUCT.serving((weight, scale)) is not None
-    return calls.is_scaled(weight, scale)
 
 
 def products(

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..fp8.ops import NORM_QUANTISE
+from ..runtime.ops import needs_grad
 from .forward import Arguments, Word, Words, forward_by
 from .fp8 import weights as fp8
 from .norm import does_nothing, parameters_of_norm, rms_norm
@@ -188,8 +189,9 @@ def _normed(
     found = parameters_of_norm(norm, x, residual)
     if found is not None:
         weight, eps, mode, offset = found
-        if pinned is not None and not (torch.is_grad_enabled() and _learn(x, residual, weight)):
-            made = NORM_QUANTISE((x, weight, residual), (eps, mode, offset))
+        tensors = x, weight, residual
+        if pinned is not None and not (torch.is_grad_enabled() and needs_grad(tensors)):
+            made = NORM_QUANTISE(tensors, (eps, mode, offset))
             if made is not None:
                 y, total, codes = made
                 return y, total, fp8.Coded(codes, pinned)
@@ -209,11 +211,6 @@ def _with_experts(parts: dict, names: Beside, y: torch.Tensor, x: torch.Tensor) 
 def _with_inputs(parts: dict, names: Inputs, x: torch.Tensor, given: dict) -> torch.Tensor:
     y = parts[names.act](parts[names.gate](x)) * given[names.given]
     return _normed_and_added(parts, names.norm, parts[names.down](y), x, None)
-
-
-def _learn(*tensors: Optional[torch.Tensor]) -> bool:
-    """A gradient of some of them may be asked for."""
-    return any([t is not None and t.requires_grad for t in tensors])
 
 
 def _normed_and_added(parts: dict, name: Optional[str], x: torch.Tensor, residual, scale):

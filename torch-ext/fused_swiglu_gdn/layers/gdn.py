@@ -101,9 +101,12 @@ class Family(NamedTuple):
     out: str
 
 
-def computed(layer, family: Family, x, cache, mask, kwargs: dict, compiling: bool) -> torch.Tensor:
-    """The output of a layer [B, T, hidden] for hidden states x, and a cache or None."""
-    x, eager = without_padding(x, mask), not compiling and torch_unpatched(False)
+def computed(
+    layer, family: Family, x, cache, mask, kwargs: dict, eager: bool = False
+) -> torch.Tensor:
+    """The output of a layer [B, T, hidden] for hidden states x, and a cache or None. eager: the
+    caller knows that torch is in eager mode, and unpatched."""
+    x = without_padding(x, mask)
     q, k, v, z, a, b, joined, allow_neg_eigval = family.project(layer, x, eager)
     seq = Sequences(layer, layer.layer_idx, k, cache, kwargs)
     norm, out = getattr(layer, family.norm), getattr(layer, family.out)
@@ -179,7 +182,8 @@ def forward_of(form: GdnForm) -> Callable:
         compiling = torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag
         if unchanged(self, compiling) and (compiling or _is_plain(self)):
             cache, mask = given.get(form.cache), given.get(form.mask)
-            return computed(self, family, x, cache, mask, rest, compiling)
+            eager = not compiling and torch_unpatched(False)
+            return computed(self, family, x, cache, mask, rest, eager)
         _refuse_context(rest)
         return None
 
@@ -229,11 +233,9 @@ def _forward_of_layer(name: str) -> Callable:
 
     def forward(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
         cache = kwargs.pop("cache", cache_params)  # transformers' releases have either name
-        compiling = torch.compiler.is_compiling()
-        own = None if compiling else _own_forward(self, kwargs)
+        own = None if torch.compiler.is_compiling() else _own_forward(self, kwargs)
         if own is None:
-            given = hidden_states, cache, attention_mask
-            return computed(self, FAMILIES[name], *given, kwargs, compiling)
+            return computed(self, FAMILIES[name], hidden_states, cache, attention_mask, kwargs)
         # own may know the cache by more names than one
         given = (hidden_states,) if cache is None else (hidden_states, cache)
         return own(self, *given, attention_mask=attention_mask, **kwargs)

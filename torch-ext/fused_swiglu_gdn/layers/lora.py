@@ -78,22 +78,16 @@ def is_step(module: nn.Module) -> bool:
     return torch.is_grad_enabled() or getattr(module, "training", False)
 
 
-def _may_serve(x: torch.Tensor) -> bool:
-    return (
-        type(x) in PLAIN_TENSORS
-        and x.ndim > 1
-        and (x.numel() >= FEWEST * x.shape[-1] or dispatch.forced is not None)
-        and not torch.compiler.is_compiling()
-        and not x.is_nested
-    )
-
-
 def projections(
     x: torch.Tensor, linears: Sequence[nn.Module], call: Optional[Callable] = None
 ) -> Optional[List[torch.Tensor]]:
     """In a step (is_step) linear(x) of several modules, of which some are served, or None if all
     must be called. call(x, *modules): calls several modules, such as base layers."""
-    if not _may_serve(x) or not torch_unpatched():
+    if type(x) not in PLAIN_TENSORS or x.is_nested or x.ndim < 2:
+        return None
+    if x.numel() < FEWEST * x.shape[-1] and dispatch.forced is None:
+        return None
+    if torch.compiler.is_compiling() or not torch_unpatched():
         return None
     parts = [parts_of(linear) for linear in linears]
     given, (x,) = x, autocast(x)  # PEFT's adapters are in autocast's dtype, ours still in fp32

@@ -87,14 +87,6 @@ def shards_of(mlp: nn.Module, roles: Roles) -> Optional[Shards]:
     return shards(modules.get(roles.gate), modules.get(roles.up), modules.get(roles.down))
 
 
-def _on_shards(mlp: nn.Module, x: torch.Tensor, roles: Roles, name: str) -> Optional[torch.Tensor]:
-    """serve() for an MLP that is sharded, in eager mode."""
-    found = shards_of(mlp, roles)
-    if found is None or not same_dtype(x, *found[:6]) or x.shape[-1] != found.w_gate.shape[1]:
-        return None
-    return mlp_on_shards(x, found, name)
-
-
 def _of_wrapped(mlp: nn.Module, x: torch.Tensor, roles: Roles, name: str) -> Optional[torch.Tensor]:
     """serve() for an MLP whose projections do more than a product: each is called."""
     modules = mlp.__dict__["_modules"]
@@ -121,7 +113,9 @@ def _of_others(
     gate = modules.get(roles.gate)
     if not compiling:
         if gate is not None and "forward" in gate.__dict__:
-            y = _on_shards(mlp, x, roles, name)
+            found = shards_of(mlp, roles)
+            fits = found is not None and x.shape[-1] == found.w_gate.shape[1]
+            y = mlp_on_shards(x, found, name) if fits and same_dtype(x, *found[:6]) else None
         elif name == "silu" and not roles.casts:
             y = fp8.mlp(x, gate, modules.get(roles.up), modules.get(roles.down), roles.gate_first)
     return _of_wrapped(mlp, x, roles, name) if y is None else y

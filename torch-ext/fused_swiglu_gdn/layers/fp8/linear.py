@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from ...attention.ops_fp8 import ATTENTION_QUANTISE, GATE_QUANTISE
-from ...fp8.call import BLOCK
-from ...fp8.ops import DEQUANTISE, MLP, Weight, multiplies, products
+from ...fp8.call import BLOCK, MOST, is_scaled
+from ...fp8.ops import DEQUANTISE, MLP, PRODUCT, Weight, products
 from ...fp8.reference import dequantise_fwd
+from ...runtime import dispatch
 from .weights import FORMS, Fp8Form, given, taken, takes, weights_of
 
 
@@ -137,7 +138,9 @@ def weight_of_out(
     (found,) = weights_of((linear,), x)
     if found is None or found[0].shape[1] != K:
         return None
-    return found if multiplies(*found[:2], x.shape[0] * x.shape[1]) else None
+    if x.shape[0] * x.shape[1] > MOST or dispatch.forced is not None:
+        return found if PRODUCT.serving(found[:2]) is not None else None
+    return found if is_scaled(*found[:2]) else None
 
 
 def gated(out: torch.Tensor, gate: torch.Tensor, linear: nn.Module) -> Optional[torch.Tensor]:
