@@ -44,6 +44,15 @@ def test_leaves_the_rest(monkeypatch, what):
     assert not served(monkeypatch, x, use_qk_l2norm=what != "l2norm")
 
 
+@pytest.mark.parametrize("version, ours", [((3, 5), False), ((3, 6), True)])
+def test_channels_gradient_by_triton(monkeypatch, version, ours):
+    backward = submodule("kda.hopper.backward")
+    monkeypatch.setattr(backward, "TRITON_VERSION", version)
+    call = prompt(kda_inputs(1, 64, 2, 4, 128, 128, BF16), use_qk_l2norm=True)
+    call = gradient_of(call, torch.zeros_like(call.v))
+    assert (backward._channels_kind(call, call.do) is backward.channels_gradient) == ours
+
+
 def test_softplus_of_raw_gates():
     """The polynomial for log(1 + x) in fp32, as the kernel has it, is exact to a few roundings."""
     powers = submodule("kda.hopper.gates").LOG1P.value

@@ -10,7 +10,7 @@ from ...gdn.chunks import CHUNK
 from ...gdn.hopper.plan import CAP, REGISTERS, block_map, lies_for_tma, token_map
 from ...gdn.portable.backward_states import gdn_backward_states
 from ...gdn.portable.primitives import kv_strides
-from ...runtime.gluon import tile_map
+from ...runtime.gluon import TRITON_VERSION, tile_map
 from ...runtime.launch import Launch, aligned
 from ..call import KdaBackward
 from ..portable import backward
@@ -43,9 +43,10 @@ def _states_kind(call: KdaBackward, do: torch.Tensor) -> Callable:
 
 
 def _channels_kind(call: KdaBackward, do: torch.Tensor) -> Callable:
-    """For values of 128 channels and tensors that TMA can read, the kernel below."""
+    """For values of 128 channels and tensors that TMA can read, the kernel below. Triton 3.5 ends
+    the process over its tiles of three dimensions, which it transposes."""
     tokens = (call.q, call.k, call.g, do)
-    fits = call.V == HEAD_DIM and do.dtype == call.v.dtype
+    fits = TRITON_VERSION >= (3, 6) and call.V == HEAD_DIM and do.dtype == call.v.dtype
     fits = fits and aligned(*tokens) and all(map(lies_for_tma, tokens))
     return channels_gradient if fits else kda_backward_channels
 
