@@ -22,7 +22,6 @@ from .delta_layers import (
     agreeing,
     inner_of,
     layout_of,
-    values_of,
     why_not_plain,
 )
 from .delta_trial import DeltaTrial, found_by
@@ -96,7 +95,6 @@ class _Trial(DeltaTrial):
         self.V = self.channels // self.heads
         given = collections.Counter(size for size, _ in self.layout.linears.values())
         ((self.width, _),) = given.most_common(1)
-        self.values = values_of(self.inner.values())
         numbers = [(n, v) for n, v in self.values.items() if type(v) in (int, float)]
         self.bounds = [name for name, value in numbers if value < 0]
 

@@ -1,5 +1,11 @@
-"""Equivalence checks: what identifies a form, what a forward has to be tried with, and runs of it
-on stubs, from which the roles of its arguments follow."""
+"""Equivalence checks, which have one shape for all kinds of modules.
+
+The forward of a module's class runs on a probe module with the module's own attributes, whose parts
+are stubs with numbers of their own (stand_ins.py). The roles of its arguments follow from what it
+does with them (Trial.learned). Then ours runs on the same stubs, for each form that the parts can
+have: the first that does the same in all cases is the module's. What was found for a class is
+remembered with all that it depends on (form_key).
+"""
 
 import itertools
 from typing import Callable, Dict, FrozenSet, Iterator, List, NamedTuple, Optional, Set, Tuple
