@@ -351,7 +351,6 @@ def test_drawn_tokens_are_distributed_as_without_drafts(kernel, rounds, monkeypa
     config = transformers.GenerationConfig(do_sample=True, **options)
     processors = model._get_logits_processor(config, input_ids_seq_length=6)
     made = loop.RowChoice(choose(processors, True), ids)
-    made.begin(V)
     logits = torch.randn(3, V, device=device).mul_(2)
     read = torch.tensor([3, 5, 7], device=device)
     for _ in range(4000):

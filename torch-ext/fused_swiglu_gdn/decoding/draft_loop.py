@@ -28,7 +28,7 @@ from .capture import Graph
 from .choosing import choice_of
 from .graph_rules import why_not_model, why_not_now
 from .graphs import decoding_of
-from .late import EOS, LENGTH, UTILS, Draws
+from .late import EOS, UTILS, Criteria, Draws
 from .lookup import MOST, Drafter, Lookup, NotServed, Pace, Weights
 from .mtp import Mtp, MtpRounds
 from .reading import Reader, last_hidden
@@ -145,12 +145,10 @@ class Loop:
         self.logits = [] if told and config.output_logits else None
         self.ends = set()
         self.others: List[Callable] = []
-        self.longest = config.max_length
-        for each in criteria:
-            kind = type(each).__name__
-            if kind == LENGTH:
-                self.longest = min(self.longest, each.max_length)
-            elif kind == EOS and each.eos_token_id.ndim == 1:
+        criteria = Criteria(criteria)
+        self.longest = min(config.max_length, criteria.max_length)
+        for each in criteria.others:
+            if type(each).__name__ == EOS and each.eos_token_id.ndim == 1:
                 self.ends |= set(each.eos_token_id.tolist())
             else:
                 self.others.append(each)
@@ -174,7 +172,6 @@ class Loop:
         with last_hidden(model) if hidden else contextlib.nullcontext() as found:
             logits = self.reader.prompt().logits[:, -1]
         token, scores = self.choice.first(logits)
-        self.choice.begin(logits.shape[-1])
         self.back = TakesBack(self.cache, 1 + drafter.count)
         if drafter.in_graph:
             drafter.read(self.reader.ids, token, found.states if hidden else None)

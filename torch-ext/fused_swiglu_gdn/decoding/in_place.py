@@ -33,18 +33,12 @@ class InPlace:
     def __reduce__(self):
         return getattr, (self.model, self.name)
 
-    @classmethod
-    def is_own(cls, module: nn.Module, value: object) -> bool:
-        """True for the module's own method, which a pickle has in the place of a replacement."""
-        own = getattr(type(module), cls.name, None)
-        return isinstance(value, MethodType) and value.__self__ is module and value.__func__ is own
-
 
 def take_back(module: nn.Module, kind: type) -> bool:
     """Restores a module's own method if a replacement of this kind is set on it, or what a pickle
     has in its place; returns whether it was a replacement."""
-    value = module.__dict__.get(kind.name)
+    value, own = module.__dict__.get(kind.name), getattr(type(module), kind.name, None)
     found = isinstance(value, kind)
-    if found or value is not None and kind.is_own(module, value):
+    if found or isinstance(value, MethodType) and value == MethodType(own, module):
         delattr(module, kind.name)
     return found

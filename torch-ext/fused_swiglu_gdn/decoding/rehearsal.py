@@ -10,6 +10,7 @@ batch size and order of lengths, for which kernels may have other forms.
 import contextvars
 import copy
 import logging
+import math
 from typing import Any, Dict, List, Optional, Set
 
 import torch
@@ -86,21 +87,14 @@ def rehearse(layers: List[nn.Module], x: torch.Tensor, given: Dict[str, Any]) ->
     with compiled_ahead():
         for layer in layers:
             layer.forward(x, **given)
-            if _has_room(cache, x.shape[1]):
-                layer.forward(x[:, -1:].contiguous(), **_of_a_token(layer, x, given))
+            made = [y for y in cache.layers if isinstance(getattr(y, "keys", None), torch.Tensor)]
+            slots = [y.keys.shape[2] for y in made if not getattr(y, "is_sliding", False)]
+            if min(slots, default=math.inf) > x.shape[1]:  # else a token would be past the cache
+                most = max([y.keys.shape[2] for y in made], default=0)
+                layer.forward(x[:, -1:].contiguous(), **_of_a_token(layer, x, given, most))
 
 
-def _has_room(cache: Any, tokens: int) -> bool:
-    """True if a token after `tokens` has a slot: a write past the cache would fault on a GPU."""
-    for each in cache.layers:
-        keys = getattr(each, "keys", None)
-        if isinstance(keys, torch.Tensor) and not getattr(each, "is_sliding", False):
-            if keys.shape[2] <= tokens:
-                return False
-    return True
-
-
-def _of_a_token(layer: nn.Module, x: torch.Tensor, given: dict) -> dict:
+def _of_a_token(layer: nn.Module, x: torch.Tensor, given: dict, slots: int) -> dict:
     """The keywords of a layer for the token after the prompt; their values are irrelevant."""
     found = dict(given)
     tables, positions = given.get("position_embeddings"), given.get("position_ids")
@@ -108,10 +102,8 @@ def _of_a_token(layer: nn.Module, x: torch.Tensor, given: dict) -> dict:
         found["position_embeddings"] = tuple(x[..., -1:, :].contiguous() for x in tables)
     if positions is not None:
         found["position_ids"] = positions[..., -1:].contiguous()
-    slots = [getattr(each, "keys", None) for each in given[_cache_of(given)].layers]
-    slots = [keys.shape[2] for keys in slots if isinstance(keys, torch.Tensor)]
     if slots and not any(hasattr(part, "conv1d") for part in layer.children()):
-        shape = (x.shape[0], 1, 1, max(slots))
+        shape = (x.shape[0], 1, 1, slots)
         found["attention_mask"] = torch.ones(shape, dtype=torch.bool, device=x.device)
     return found
 

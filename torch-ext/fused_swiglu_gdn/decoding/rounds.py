@@ -46,11 +46,6 @@ class RowChoice(Choosing):
         self.length = ids.new_zeros(1, 1)  # which is not looked at unless it counts
         self.seen_before: Optional[torch.Tensor] = None
 
-    def begin(self, V: int) -> None:
-        if self.penalises():
-            self.seen_before = torch.zeros(1, V + 1, dtype=torch.bool, device=self.ids.device)
-            self.mark(self.seen_before, self.ids)
-
     def choose(self, logits: torch.Tensor, ids: torch.Tensor, before: Any) -> tuple:
         """Returns `chosen` of logits [T, V] of tokens ids [T] behind `before` others."""
         T, V = logits.shape
@@ -70,7 +65,11 @@ class RowChoice(Choosing):
 
     def first(self, logits: torch.Tensor) -> tuple:
         """The token after a prompt, of logits [1, V], and its scores, by transformers' own
-        `LogitsProcessor`s."""
+        `LogitsProcessor`s; before all rounds."""
+        if self.penalises():
+            V = logits.shape[1]
+            self.seen_before = torch.zeros(1, V + 1, dtype=torch.bool, device=self.ids.device)
+            self.mark(self.seen_before, self.ids)
         scores = self.choice.processors(self.ids, logits.to(torch.float32, copy=True))
         if not self.choice.draws:
             return scores.argmax(-1), scores
