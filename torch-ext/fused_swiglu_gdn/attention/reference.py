@@ -96,7 +96,7 @@ def _slots(cache_seqlens: Optional[Tensor], S: int, where: torch.device) -> Tupl
 
 
 def _seen(filled: Tensor, mask: Optional[Tensor]) -> Tensor:
-    """Which slots are attended to, of those that are filled."""
+    """The slots that are attended to, of those that are filled, as flags."""
     if mask is None:
         return filled
     return filled & (mask if mask.dtype == torch.bool else mask > -torch.inf)
