@@ -437,7 +437,7 @@ def test_fp8_experts_have_a_forward_of_their_own():
     """In transformers' table of FP8 experts; tests/fp8/test_fp8_experts.py."""
     fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
     name = experts.register_experts()
-    served = submodule("models.fp8_experts").fp8_experts_forward
+    served = submodule("models.fp8").fp8_experts_forward
     assert fp8.ALL_FP8_EXPERTS_FUNCTIONS.get_interface(name, None) is served
 
 

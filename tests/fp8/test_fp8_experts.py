@@ -16,7 +16,7 @@ from interpreter import (
 )
 
 reference, dispatch = submodule("experts.reference"), submodule("runtime.dispatch")
-quantiser, models = submodule("fp8.reference"), submodule("models.fp8_experts")
+quantiser, models = submodule("fp8.reference"), submodule("models.fp8")
 fp8_experts = submodule("experts.ops_fp8").fp8_experts
 # height, and what of the tables is for tiles of it
 PART = {"GROUP": 2, "num_warps": 8, "num_stages": 3}
@@ -368,7 +368,7 @@ def test_classes_that_are_left_alone(kernel, everywhere, monkeypatch):
     assert "fp8_linear, which is patched" in models.why_not_fp8_experts(first)
     monkeypatch.undo()
     assert models.why_not_fp8_experts(first) is None
-    pinned = models._forms[finegrained_fp8.FP8Experts][2]  # looked at in every call
+    pinned = models._experts[finegrained_fp8.FP8Experts][2]  # looked at in every call
     assert max(len(pins.functions) for pins in pinned) <= 24
     monkeypatch.setattr(finegrained_fp8.FP8Experts, "forward", lambda self, *args: args[0])
     assert "does not choose" in models.why_not_fp8_experts(first)

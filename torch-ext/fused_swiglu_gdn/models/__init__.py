@@ -8,8 +8,8 @@ ours. The files by what they are for:
 - trials: trial (what is tried and compared), stand_ins, opaque and handed (stubs), gradients
 - kinds of modules: mlp; norm_trial; attention_trial, attention_learning; latent_trial; layer_trial;
   gated_delta_net, kimi_delta_attention, delta_layers, delta_trial, delta_copies; moe_blocks,
-  router_trial, router_choice; experts, experts_trial, experts_before; fp8_linear, fp8_experts;
-  lora; formats
+  router_trial, router_choice; experts, experts_trial, experts_before; fp8; lora;
+  formats
 - whole models: loss, fused_loss, context_attention, mtp; training_graphs, layer_step, layer_call
 - for people: report, releases, hub
 """

@@ -26,7 +26,7 @@ from .code import Refused
 from .experts_before import BEFORE, fall_back, loop_of
 from .experts_trial import FLAGS, Form, computes
 from .facts import ASK
-from .fp8_experts import (
+from .fp8 import (
     form_of_fp8,
     fp8_experts_forward,
     is_fp8_experts,

@@ -21,7 +21,7 @@ from . import moe_blocks
 from .attention_trial import attention_form, is_attention
 from .code import Refused
 from .formats import format_of
-from .fp8_linear import fp8_linear, is_fp8_linear
+from .fp8 import fp8_linear, is_fp8_linear
 from .gated_delta_net import gated_delta_net
 from .kimi_delta_attention import kimi_delta_attention
 from .latent_trial import is_latent, latent_form
