@@ -345,6 +345,19 @@ def test_a_gate_that_is_replaced_after_kernelize(everywhere, monkeypatch, of):
         assert torch.equal(one(*args), moe.grouped_mm_experts_forward(one, *args))
 
 
+def test_the_implementation_before_ours_computes_the_rest(everywhere, monkeypatch):
+    model, seen = model_of(), []
+    model.set_experts_implementation("batched_mm")
+    experts.serve_experts(model.named_modules())
+    (x, ids, weights), one = routed(), modules(model)[0]
+    expected = one(x, ids, weights)
+    own = moe.batched_mm_experts_forward
+    monkeypatch.setitem(
+        moe.ALL_EXPERTS_FUNCTIONS, "batched_mm", lambda *a, **k: seen.append(1) or own(*a, **k)
+    )
+    assert torch.allclose(one(x, ids, top_k_weights=weights), expected, atol=1e-5) and seen
+
+
 def test_asked_for_by_name():
     """Without kernels, transformers computes."""
     model = model_of()
