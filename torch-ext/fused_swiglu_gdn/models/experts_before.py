@@ -38,5 +38,5 @@ def fall_back(
     if reason is not None and not torch.compiler.is_compiling():
         by = "own loop" if loops else name
         say_once(f"{kind.__name__} is computed by transformers' {by}: {reason}")
-    loop = _loops.get(kind) or inspect.unwrap(kind.forward)
-    return (loop if loops else table[name])(self, *args, **named)
+    forward = (_loops.get(kind) or inspect.unwrap(kind.forward)) if loops else table[name]
+    return forward(self, *args, **named)
