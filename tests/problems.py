@@ -453,3 +453,18 @@ form("attention_with_kvcache", "mask", with_more(
 form("linear_cross_entropy", "of each", with_more(
     loss, reduction="none", label_smoothing=0.1, z_loss=0.01, softcap=3.0, temperature=0.7,
 ))  # fmt: skip
+
+# What calls write, by problem, and what makes those of rings do it.
+WRITTEN = {name: x.written for name, x in {**PROBLEMS, **FORMS}.items() if x.written}
+WRITTEN["replay_gated_delta_rule"], WRITTEN["materialise_ring"] = ("initial_state",), ("state",)
+WRITE = {
+    "replay_gated_delta_rule": {"force_flush": torch.tensor([True, True])},
+    "materialise_ring": {"inplace": True},
+}
+
+
+def writing(kernel, name: str, **sizes) -> tuple:
+    """(function, arguments in fp32) of a call of two rows that writes."""
+    problem = {**PROBLEMS, **FORMS}[name]
+    given = {**arguments(problem, torch.float32, **sizes), **WRITE.get(name, {})}
+    return getattr(kernel, problem.function), given

@@ -6,7 +6,7 @@ import pytest
 import torch
 from argument_cases import CASES
 from conftest import assert_close, gdn_inputs, relative_error
-from problems import PROBLEMS, arguments
+from problems import PROBLEMS, WRITTEN, arguments, writing
 
 pytestmark = pytest.mark.kernels_ci
 
@@ -231,43 +231,15 @@ def test_linears_with_a_bias(kernel):
         kernel.FusedSwiGLU.from_linears(torch.nn.Linear(4, 6), torch.nn.ReLU())
 
 
-def shared(*shape):
-    return torch.zeros(shape).expand(3, *shape[1:])
-
-
-def written(kernel, what):
-    """Calls that write states or caches of three rows where these lie; one memory for all rows."""
-    q, k = torch.ones(2, 3, 1, 2, 8).unbind(0)
-    v, gate, state = torch.ones(3, 1, 4, 16), torch.zeros(3, 1, 4), shared(1, 4, 8, 16)
-    if what == "recurrent":
-        kernel.fused_recurrent_gated_delta_rule(
-            q, k, v, gate, gate, initial_state=state, inplace_final_state=True
-        )
-    elif what == "chunk":
-        kernel.chunk_gated_delta_rule(
-            q, k, v, gate, gate, initial_state=state, state_indices=ints(0, 1, 2)
-        )
-    elif what == "update":
-        kernel.causal_conv1d_update(torch.ones(3, 8, 1), shared(1, 8, 4), torch.ones(8, 4))
-    elif what == "rope":
-        caches = {"key_cache": shared(1, 2, 5, 8), "value_cache": torch.zeros(3, 2, 5, 8)}
-        kernel.fused_qk_norm_rope(q, k, v=k, cache_position=torch.tensor(1), **caches)
-    else:
-        state, cursor = shared(1, 4, 16, 8), torch.zeros(3, 2, dtype=torch.int32)
-        ring = kernel.make_ring(state.clone(), 2, q.dtype)
-        if what == "replay":
-            kernel.replay_gated_delta_rule(q, k, v, gate, gate, state, ring, cursor)
-        else:
-            kernel.materialise_ring(state, ring, cursor, inplace=True)
-
-
-@pytest.mark.parametrize("what, name", [
-    ("recurrent", "initial_state"), ("chunk", "initial_state"), ("update", "conv_state"),
-    ("rope", "key_cache"), ("replay", "initial_state"), ("materialise", "state"),
-])  # fmt: skip
-def test_what_is_written_has_memory_for_each_element(kernel, what, name):
-    with torch.no_grad(), pytest.raises(ValueError, match=f"^{name} must have memory for each"):
-        written(kernel, what)
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_is_written_has_memory_for_each_element(kernel, name):
+    """States, caches and outputs whose rows share one memory."""
+    for argument in WRITTEN[name]:
+        function, given = writing(kernel, name)
+        given[argument] = given[argument][:1].expand_as(given[argument])
+        with torch.no_grad():
+            with pytest.raises(ValueError, match=f"^{argument} must have memory for each"):
+                function(**given)
 
 
 @pytest.mark.parametrize("call, name, good, bad", [

@@ -14,6 +14,7 @@ from interpreter import (  # noqa: F401
     interpreted,
     test_in_the_interpreter,
 )
+from problems import PROBLEMS, WRITTEN, arguments, writing
 
 layer, layer_calls = submodule("gdn_layer.reference.layer"), submodule("gdn_layer.call")
 NAN = float("nan")
@@ -213,72 +214,46 @@ def test_lists_of_any_strides(kernel, by_portable):
         assert torch.equal(call(spaced(values)), call(values))
 
 
-@interpreted
-def test_autograd_notices_what_kernels_write(kernel, by_portable):
-    """Each write counts, also by what is remembered; so backward refuses states that it has kept
-    and that were decoded on since."""
-    q, k = torch.randn(2, 2, 1, 2, 16).unbind(0)
-    tensors = (q, k, torch.randn(2, 1, 2, 16), -torch.rand(2, 1, 2), torch.rand(2, 1, 2))
-    x, weight, rows = torch.randn(2, 8, 1), torch.randn(8, 4), torch.arange(2)
-    state, conv_state, out = torch.randn(2, 2, 16, 16), torch.zeros(2, 8, 4), torch.empty_like(q)
-    ring, cursor = kernel.make_ring(state, 2, q.dtype), torch.zeros(2, 2, dtype=torch.int32)
-    in_place = {"initial_state": state, "inplace_final_state": True}
-    calls = [
-        (state, lambda: kernel.fused_recurrent_gated_delta_rule(*tensors, **in_place)),
-        (out, lambda: kernel.fused_recurrent_gated_delta_rule(*tensors, out=out)),
-        (
-            state,
-            lambda: kernel.chunk_gated_delta_rule(
-                *tensors, initial_state=state, state_indices=rows
-            ),
-        ),
-        (conv_state, lambda: kernel.causal_conv1d_update(x, conv_state, weight)),
-        (state, lambda: kernel.replay_gated_delta_rule(*tensors, state, ring, cursor)),
-        (state, lambda: kernel.materialise_ring(state, ring, cursor, inplace=True)),
-    ]
-    for written, call in calls:
-        for _ in range(2):
-            before = written._version
-            with torch.no_grad():
-                call()
-            assert written._version > before
-    leaf = tensors[2].clone().requires_grad_()
-    q, k, _, g, beta = tensors
-    o, _ = kernel.chunk_gated_delta_rule(q, k, leaf, g, beta, initial_state=state)
-    with torch.no_grad():
-        kernel.fused_recurrent_gated_delta_rule(*tensors, **in_place)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        o.sum().backward()
-
-
-@interpreted
-@pytest.mark.parametrize("name", ["fused_qk_norm_rope", "decode_step"])
-def test_autograd_notices_what_layers_write(kernel, by_portable, name):
-    """The caches of attention and the states of a GDN layer: a loss that was computed from them
-    before a token was decoded has no gradient after it."""
+def step_of_a_layer():
+    """The states of a GDN layer, and a token of it."""
     q, k, v, z = torch.randn(4, 2, 1, 2, 16).unbind(0)
-    if name == "decode_step":
-        gates, states = torch.randn(2, 2, 1, 2).unbind(0), [torch.zeros(2, 96, 4)]
-        states.append(torch.zeros(2, 2, 16, 16))
-        rest = [torch.randn(96, 4), None, *torch.zeros(2, 2).unbind(0), torch.ones(16)]
-        decode = submodule("gdn_layer.ops_fused").DECODE
+    gates, states = torch.randn(2, 2, 1, 2).unbind(0), [torch.zeros(2, 96, 4)]
+    states.append(torch.zeros(2, 2, 16, 16))
+    rest = [torch.randn(96, 4), None, *torch.zeros(2, 2).unbind(0), torch.ones(16)]
+    tensors = (q, k, v, z, *gates, *states, *rest)
+    decode = submodule("gdn_layer.ops_fused").DECODE
+    return states, lambda: decode(tensors, ("silu", 1e-6, "silu", False))
 
-        def call():
-            decode((q, k, v, z, *gates, *states, *rest), ("silu", 1e-6, "silu", False))
+
+@interpreted
+@pytest.mark.parametrize("name", [*WRITTEN, "a step of a layer"])
+def test_autograd_notices_what_kernels_write(kernel, by_portable, name):
+    """A loss that was computed from states, caches or outputs before they were written has no
+    gradient after it; also of a call that is known."""
+    if name in WRITTEN:
+        function, given = writing(kernel, name, T=1)
+        states, call = [given[n] for n in WRITTEN[name]], lambda: function(**given)
     else:
-        states = [torch.zeros(2, 2, 5, 16), torch.zeros(2, 2, 5, 16)]
-        angles, place = torch.randn(2, 2, 1, 16).unbind(0), torch.tensor(1)
-        caches = {"key_cache": states[0], "value_cache": states[1], "cache_position": place}
-
-        def call():
-            kernel.fused_qk_norm_rope(q, k, *angles, v=v, **caches)
-
-    for _ in range(2):  # by what is remembered of a call, too
-        for state in states:
+        states, call = step_of_a_layer()
+    first = [state.clone() for state in states]
+    for _ in range(2):
+        for state, before in zip(states, first):
             scale = torch.ones(state.shape, requires_grad=True)
-            loss = (scale * state.zero_()).sum()
+            loss = (scale * state.copy_(before)).sum()
             with torch.no_grad():
                 call()
-            assert state.any()
+            assert not torch.equal(state, before)
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 loss.backward()
+
+
+@interpreted
+def test_a_state_that_a_gradient_needs_is_decoded_on(kernel, by_portable):
+    given = arguments(PROBLEMS["fused_recurrent_gated_delta_rule"], torch.float32, T=1)
+    o, _ = kernel.chunk_gated_delta_rule(**{**given, "v": given["v"].clone().requires_grad_()})
+    with torch.no_grad():
+        kernel.fused_recurrent_gated_delta_rule(
+            **{**given, "output_final_state": False}, inplace_final_state=True
+        )
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        o.sum().backward()
