@@ -80,7 +80,7 @@ update = of_case("causal_conv1d_update", bias=None, out=None)
 norm = of_case("rms_norm_gated", gate=torch.full((2, 4), 2.0))
 decode, latent = of_case("attention_with_kvcache"), of_case("latent_attention_with_kvcache")
 turned, rms, topk = map(of_case, ("fused_latent_norm_rope", "rms_norm", "fused_topk"))
-loss = of_case("linear_cross_entropy")
+loss, materialise = map(of_case, ("linear_cross_entropy", "materialise_ring"))
 
 
 def rotary(**changes):
@@ -161,15 +161,11 @@ BAD = [
     (opt, dict(q=wanted(2, 8, 2, 6)), "q must not .*: chunk_gated_delta_rule_opt is forward"),
     (vk, dict(v=wanted(2, 8, 4, 5)), "v must not .*: chunk_gated_delta_rule_opt_vk is forward"),
     (replay, dict(g=wanted(3, 1, 4)), "g must not require a gradient"),
-    (chunk, dict(state_indices=ints(0, 1), initial_state=wanted(2, 4, 6, 5)), GRADIENT("init")),
-    (recurrent, dict(inplace_final_state=True, initial_state=wanted(2, 4, 6, 5)),
-     GRADIENT("initial_state")),
-    (recurrent, dict(out=wanted(2, 8, 4, 5)), GRADIENT("out")),
-    (update, dict(conv_state=wanted(2, 3, 4)), GRADIENT("conv_state")),
     (update, dict(out=wanted(2, 3)), GRADIENT("out")),
     (vk, dict(o=wanted(2, 8, 4, 5)), GRADIENT("o")),
     (cached, dict(q=wanted(2, 3, 4, 16)), "q must not require a gradient where caches are given"),
-    (cached, dict(key_cache=wanted(2, 2, 9, 16)), GRADIENT("key_cache")),
+    (materialise, dict(state=wanted(2, 4, 5, 6)),
+     "materialise_ring is forward only; call it under torch.no_grad"),
     (turned, dict(q=wanted(2, 3, 4, 12)), "q must not require a gradient as q is written"),
     # the functions of aiter
     (vk, dict(initial_state=ONES(3, 4, 5, 6), initial_state_indices=ints(0, 3)),
@@ -240,6 +236,15 @@ def test_what_is_written_has_memory_for_each_element(kernel, name):
         with torch.no_grad():
             with pytest.raises(ValueError, match=f"^{argument} must have memory for each"):
                 function(**given)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_is_written_may_not_require_a_gradient(kernel, name):
+    for argument in WRITTEN[name]:
+        function, given = writing(kernel, name)
+        given[argument].requires_grad_()
+        with pytest.raises(ValueError, match=f"^{argument} must not require a gradient"):
+            function(**given)
 
 
 @pytest.mark.parametrize("call, name, good, bad", [

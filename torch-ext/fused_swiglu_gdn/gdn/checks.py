@@ -158,15 +158,16 @@ def state_dtype(value: object) -> None:
         checks.is_floating_dtype("state_dtype", value, ", or None")
 
 
-def forward_only(function: str, instead: str, **tensors: Optional[torch.Tensor]) -> None:
-    """Checks that no gradient is wanted of any of the tensors."""
+def forward_only(function: str, instead: Optional[str], **tensors: Optional[torch.Tensor]) -> None:
+    """Checks that no gradient is wanted of any of the tensors. instead: a function that has one."""
     if not torch.is_grad_enabled():
         return
     for name, x in tensors.items():
         if isinstance(x, torch.Tensor) and x.requires_grad:  # what is no tensor is refused later
+            other = "" if instead is None else f"use {instead}, or "
             raise ValueError(
                 f"{name} must not require a gradient: {function} is forward only; "
-                f"use {instead}, or call it under torch.no_grad()"
+                f"{other}call it under torch.no_grad()"
             )
 
 

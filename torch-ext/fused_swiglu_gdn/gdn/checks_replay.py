@@ -6,8 +6,6 @@ from ..runtime import checks
 from . import call as calls
 from . import checks as rule
 
-HELP = "call it under torch.no_grad()"
-
 
 def new_ring(state, heads, dtype, rows, max_tokens) -> None:
     checks.has_shape("state", state, "P HV V K", {})
@@ -156,7 +154,7 @@ def materialise(call: calls.RingMaterialise) -> calls.RingMaterialise:
     state, _, _, _, cursor, state_indices, (max_tokens, null_index, inplace) = call
     checks.is_null_index(null_index)
     checks.are_flags(inplace=inplace)
-    rule.forward_only("materialise_ring", HELP, state=state)
+    rule.forward_only("materialise_ring", None, state=state)
     checks.is_tensor("state", state)
     sizes = _ring(call.ring, state, "state")
     checks.has_shape("state", state, "P HV V K", sizes)
