@@ -1,4 +1,4 @@
-"""What kernelize sets on a model that generates: `generate` and `get_compiled_call`.
+"""A model's `generate`, and what kernelize sets for it: that and `get_compiled_call`.
 
 transformers' generate looks up its loops on the class of a model, and refuses drafts if that class
 has a recurrent state. So it is given a view: an object of a subclass that shares the attributes of

@@ -247,6 +247,6 @@ class Decoding(InPlace):
 
 
 def decoding_of(model: nn.Module) -> Optional[Decoding]:
-    """What replaces the model's get_compiled_call, or None."""
+    """The replacement of the model's get_compiled_call, or None."""
     found = model.__dict__.get(SEAM)
     return found if isinstance(found, Decoding) else None
