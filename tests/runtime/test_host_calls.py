@@ -415,7 +415,7 @@ def test_functions_of_kernelize(hopper):
     submodule("models.trust")._codes.clear()
     submodule("models.trial")._found.clear()
     submodule("models.attention_trial")._forms.clear()
-    for most in (4400, 1050):
+    for most in (4300, 1010):
         model = random_model("llama")
         reports = []
         found = once(lambda model=model, to=reports: to.append(hopper.kernelize(model)), apart=())
