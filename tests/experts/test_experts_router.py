@@ -381,7 +381,7 @@ def test_patches_of_torch_count(everywhere, monkeypatch, where, name, patch):
 def test_experts_that_are_met_while_torch_is_patched(monkeypatch):
     experts, moe = submodule("models.experts"), pytest.importorskip("transformers.models.qwen3_moe")
     kind = moe.modeling_qwen3_moe.Qwen3MoeExperts
-    monkeypatch.setattr(experts, "_forms", {})
+    monkeypatch.setattr(submodule("models.trial"), "_of_classes", {})
     with monkeypatch.context() as patched:
         patched.setattr(F, "one_hot", lambda *args, **kwargs: None)
         assert "torch.nn.functional.one_hot, which is patched" in experts.form_of(kind)
@@ -392,8 +392,8 @@ def test_experts_that_are_met_while_torch_is_patched(monkeypatch):
 def test_trials_on_a_default_device(monkeypatch):
     modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     experts = submodule("models.experts")
-    monkeypatch.setattr(experts, "_forms", {})
-    monkeypatch.setattr(submodule("models.trial"), "_found", {})
+    for table in ("_of_classes", "_found"):
+        monkeypatch.setattr(submodule("models.trial"), table, {})
     block = random_model("qwen3_next").model.layers[0].mlp
     with torch.device("meta"), torch.inference_mode():
         assert isinstance(experts.form_of(modeling.Qwen3NextExperts), experts.Form)

@@ -8,7 +8,7 @@ implementation that was chosen before, or to transformers' grouped_mm where that
 
 import inspect
 import itertools
-from typing import Dict, Iterator, List, Optional, Set, Tuple, Union
+from typing import Iterator, List, Optional, Set, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -127,7 +127,6 @@ def weights_of(module: nn.Module) -> Tuple[torch.Tensor, torch.Tensor]:
     return (w_gate_up.mT, w_down.mT) if flag(module, "is_transposed") else (w_gate_up, w_down)
 
 
-_forms: Dict[type, tuple] = {}
 _named: Set[type] = set()  # classes that a user has named
 
 
@@ -135,7 +134,7 @@ _named: Set[type] = set()  # classes that a user has named
 def form_of(kind: type) -> Union[Form, str]:
     """The form of a class's experts, or why it is not served: a constant while tracing."""
     functions = kind.forward, getattr(kind, "_apply_gate", None), kind in _named
-    return while_unchanged(_forms, kind, functions, _find)
+    return while_unchanged(_find, kind, functions)
 
 
 def _find(kind: type) -> Tuple[Union[Form, str], Tuple[Pinned, ...]]:

@@ -10,7 +10,7 @@ looked at for patches in every call (Pinned).
 import inspect
 import sys
 from types import FunctionType, SimpleNamespace
-from typing import Dict, Optional, Tuple, Union
+from typing import Optional, Tuple, Union
 
 import torch
 from torch import nn
@@ -40,9 +40,6 @@ ARGUMENTS = (
     "allow_deepgemm",
 )  # fmt: skip
 WEIGHTS = ("gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv")
-
-_linears: Dict[type, tuple] = {}
-_experts: Dict[type, tuple] = {}
 
 
 def is_fp8_linear(kind: type) -> bool:
@@ -116,7 +113,7 @@ def fp8_linear(module: nn.Module) -> Tuple[str, Optional[str], Optional[Fp8Form]
     """Our layer for a module that is_fp8_linear, why it is left alone or None, and its form."""
     kind = own_class(module)
     functions = kind.forward, sys.modules[HOME].fp8_linear
-    form = while_unchanged(_linears, kind, functions, _find_linear)
+    form = while_unchanged(_find_linear, kind, functions)
     if isinstance(form, str):  # why the class is not served
         return "FP8Linear", form, None
     return "FP8Linear", _why_not_linear(module), form
@@ -226,7 +223,7 @@ def form_of_fp8(kind: type) -> Union[Tuple[str, ...], str]:
     """The attributes that the gate of FP8Experts reads, which are to be None, or why a class is
     not served."""
     functions = kind.forward, kind._apply_gate, kind.linear, sys.modules[HOME].fp8_linear
-    return while_unchanged(_experts, kind, functions, _find_experts)
+    return while_unchanged(_find_experts, kind, functions)
 
 
 def _find_experts(kind: type) -> Tuple[Union[Tuple[str, ...], str], Tuple[Pinned, ...]]:

@@ -95,17 +95,20 @@ def remembered(find: Callable, key: tuple, *given: object) -> object:
     return _found[key]
 
 
-def while_unchanged(forms: dict, kind: type, functions: tuple, find: Callable) -> object:
+_of_classes: Dict[tuple, tuple] = {}  # with the functions and the Pinned by which it was found
+
+
+def while_unchanged(find: Callable, kind: type, functions: tuple) -> object:
     """find(kind)[0], or the reason why that raises Refused; it is asked again once these functions,
     or the Pinned in find(kind)[1] or in Refused, are others."""
-    known = forms.get(kind)
+    known = _of_classes.get((find, kind))
     if known is None or known[0] != functions or not all([pin.unchanged() for pin in known[2]]):
         try:
             with quiet():
                 found = find(kind)
         except Refused as why:
             found = str(why), why.pins
-        known = forms[kind] = (functions, *found)
+        known = _of_classes[find, kind] = (functions, *found)
     return known[1]
 
 
