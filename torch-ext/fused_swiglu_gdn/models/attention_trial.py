@@ -135,11 +135,8 @@ def _find(kind_of_trial, module, kind, facts, values, norms) -> tuple:
     reasons = []
     # in both modes, or where the forward reads its mode in evaluation alone
     modes = (True, False) if "training" in facts.names else (True,)
-    modes = modes if kind_of_trial.trains else (False,)
-    for trains, handed in itertools.product(modes, (frozenset(paths), frozenset())):
-        if reasons and not handed and not reasons[-1][1]:
-            continue  # as before
-        trial = kind_of_trial(module, kind, facts, norms, handed)
+    for trains in modes if kind_of_trial.trains else (False,):
+        trial = kind_of_trial(module, kind, facts, norms, frozenset(paths))
         trial.trains = trains
         try:
             with quiet(), asked_by_this_thread(trial):
