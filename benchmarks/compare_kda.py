@@ -60,7 +60,7 @@ def load_fla(configurations: int) -> tuple:
 def phases(x, options) -> dict:
     """The launches of a prompt, one by one: prepare (three where it is the portable one), scan."""
     calls, portable = submodule("kda.call"), submodule("kda.portable.chunk")
-    given = calls.KdaOptions(128**-0.5, use_qk_l2norm=True, output_final_state=True)
+    given = submodule("gdn.call").GdnOptions(128**-0.5, use_qk_l2norm=True, output_final_state=True)
     cu = options.get("cu_seqlens")
     call = calls.KdaCall(*x, None, None, None, None, cu, given)
     q, k, v, g, beta = x

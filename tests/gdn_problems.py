@@ -203,7 +203,7 @@ def draw_problem(v: Variant, seed: int, is_long: bool, device) -> Problem:
     tensors = (q, k, w, g, beta, A_log, dt_bias, initial, indices, cu)
     if v.channels:
         bound = v.lower_bound if v.raw_gate else None
-        call = kda_problems.calls.KdaCall(*tensors, kda_problems.calls.KdaOptions(*given, bound))
+        call = kda_problems.calls.KdaCall(*tensors, calls.GdnOptions(*given, bound))
     else:
         call = calls.GdnCall(*tensors, calls.GdnOptions(*given))
     return Problem(v, lengths, call, states, every, repeated, whole, poisoned, rows, before)

@@ -32,20 +32,18 @@ def inputs(rule, dtype=DTYPE, T=LENGTH, H=2, D=D, device=DEVICE):
 
 def forward(rule, x, scale=0.1, l2norm=True, **tensors):
     """The call of the chunked form."""
-    types = (gdn.GdnCall, gdn.GdnOptions) if rule == "gdn" else (kda.KdaCall, kda.KdaOptions)
-    fields = {**dict.fromkeys(types[0]._fields), **x, **tensors}
-    options = types[1](scale, use_qk_l2norm=l2norm, output_final_state=True)
-    return types[0](**{**fields, "options": options})
+    kind = gdn.GdnCall if rule == "gdn" else kda.KdaCall
+    fields = {**dict.fromkeys(kind._fields), **x, **tensors}
+    options = gdn.GdnOptions(scale, use_qk_l2norm=l2norm, output_final_state=True)
+    return kind(**{**fields, "options": options})
 
 
 def backward(call, do, d_final):
     """The call of its gradient."""
     *tensors, _, cu_seqlens, options = call
-    given = (*tensors, cu_seqlens, do, d_final)
-    if isinstance(call, kda.KdaCall):
-        return kda.KdaBackward(*given, options)
+    kind = kda.KdaBackward if isinstance(call, kda.KdaCall) else gdn.GdnBackward
     options = gdn.GradientOptions(False, *options)
-    return gdn.GdnBackward(*given, None, None, None, options)
+    return kind(*tensors, cu_seqlens, do, d_final, None, None, None, options)
 
 
 def by_steps(rule, x, scale=0.1):

@@ -10,6 +10,7 @@ from conftest import assert_close, computed, load_package, relative_error, submo
 from interpreter import INTERPRETING, compiled, interpreted, test_in_the_interpreter  # noqa: F401
 from kda_problems import GATES, calls, kda_inputs, terms_of_A_log, wide
 
+gdn_calls = submodule("gdn.call")
 reference, decoding = submodule("kda.reference.chunk"), submodule("kda.reference.recurrent")
 # on the GPU the truth is token by token; in the interpreter by chunks, which is as exact
 DTYPES = [torch.float16, torch.float32] if INTERPRETING else [torch.bfloat16, torch.float16]
@@ -17,13 +18,14 @@ DTYPES = [torch.float16, torch.float32] if INTERPRETING else [torch.bfloat16, to
 
 def prompt(x, **options):
     """The KdaCall of inputs by name; what is not given is off."""
-    return call_of(calls.KdaCall, calls.KdaOptions, {"output_final_state": True, **x, **options})
+    return call_of(
+        calls.KdaCall, gdn_calls.GdnOptions, {"output_final_state": True, **x, **options}
+    )
 
 
 def token(x, **options):
     """The same of a KdaStepCall."""
-    options_of = submodule("gdn.call").RecurrentOptions
-    return call_of(calls.KdaStepCall, options_of, {**x, **options})
+    return call_of(calls.KdaStepCall, gdn_calls.RecurrentOptions, {**x, **options})
 
 
 def call_of(kind, kind_of_options, given):
@@ -258,13 +260,14 @@ GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias", "d_initial_s
 BOUNDS = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 
 
-def gradient_of(call, do, d_final=None):
+def gradient_of(call, do, d_final=None, values_only=False):
     """The KdaBackward of a KdaCall."""
     *tensors, _, cu_seqlens, options = call
-    return calls.KdaBackward(*tensors, cu_seqlens, do, d_final, options)
+    options = gdn_calls.GradientOptions(values_only, *options)
+    return calls.KdaBackward(*tensors, cu_seqlens, do, d_final, None, None, None, options)
 
 
-def gradients(call, seed=3, room="portable"):
+def gradients(call, seed=3, room="portable", values_only=False):
     """The call's gradients by the kernels of a room, and in fp64."""
     by_hand = submodule("kda.reference.backward")
     rng = torch.Generator().manual_seed(seed)
@@ -272,7 +275,7 @@ def gradients(call, seed=3, room="portable"):
     do = torch.randn(call.v.shape, generator=rng).to(call.v.dtype).to(device)
     if call.options.output_final_state:
         d_final = torch.randn(call.N, *call.state_shape, generator=rng).to(device)
-    call = gradient_of(call, do, d_final)
+    call = gradient_of(call, do, d_final, values_only)
     found = by(room, "kda_chunk_bwd", call)
     exact = type(call)(*map(wide, call[:-1]), call.options)
     return found, by_hand.kda_chunk_bwd(exact)
@@ -319,7 +322,13 @@ class Gradients(Problems):
         x = self.inputs(1, 66 + REST, 1, 2, 16, 24, dtype, "softplus")
         x["cu_seqlens"] = ends(0, 66, 0, REST, device=self.device)
         x["initial_state"] = self.state(x, 4, 2, turned=v_first)
-        self.check(prompt(x, use_qk_l2norm=True, state_v_first=v_first))
+        call = prompt(x, use_qk_l2norm=True, state_v_first=v_first)
+        _, _, dv, *_, d_initial = self.check(call)
+        # where only v and the initial state need one: the same bits, and no other
+        (_, _, own_dv, *_, own), _ = found = gradients(call, room=self.room, values_only=True)
+        assert torch.equal(own_dv, dv) and torch.equal(own, d_initial)
+        for grads in found:
+            assert [x is None for x in grads] == [i not in (2, 7) for i in range(8)]
 
     @pytest.mark.parametrize("gates", ["wild"] if INTERPRETING else ["softplus", "wild", "zero"])
     @pytest.mark.parametrize("which, scale", SCALES)

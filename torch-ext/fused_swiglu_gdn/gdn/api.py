@@ -116,7 +116,8 @@ def chunk_gated_delta_rule(
             checks.pool_of_prompts(call, has_initial_state, cp_context)
         tensors = ops.started(tensors, has_initial_state, inplace)
     if cp_context is not None:
-        call = GdnCall(*tensors, GdnOptions(*options, not recompute and needs_grad(tensors)))
+        saves = not recompute and needs_grad(tensors)
+        call = GdnCall(*tensors, GdnOptions(*options, save_blocks=saves))
         lengths = lengths_alone(call, cp_context)
         if lengths is None:
             return chunk_with_context(call, cp_context, _checked, settings)

@@ -34,7 +34,7 @@ def chunk_with_context(
     if options is not None:
         made = call._replace(cu_seqlens=cp.lengths_on(call.device), options=options)
     else:
-        made = _checked(call, cp, lambda x: check(x.tensors, x.options[:-1], settings))
+        made = _checked(call, cp, lambda x: check(x.tensors, x.options[:-2], settings))
         if quiet and all(map(operator.is_, call.tensors[:9], made.tensors[:9])):
             _passed.keep(call.tensors, kind, made.options)
     return _served(call, made, cp)

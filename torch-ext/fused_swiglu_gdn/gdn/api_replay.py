@@ -126,14 +126,10 @@ def replay_gated_delta_rule(
 
 
 def advance_ring(
-    cursor: Tensor,
-    ring: Ring,
-    num_accepted_tokens: Optional[Tensor] = None,
-    *,
-    state_indices: Optional[Tensor] = None,
-    force_flush: Optional[Tensor] = None,
+    cursor: Tensor, ring: Ring, num_accepted_tokens: Optional[Tensor] = None,
+    *, state_indices: Optional[Tensor] = None, force_flush: Optional[Tensor] = None,
     null_index: int = -1,
-) -> None:
+) -> None:  # fmt: skip
     """Moves the cursor, in place, past the tokens of a step: once, after its last layer.
 
     Drafts that are not counted are dropped: the next call overwrites them.
@@ -162,14 +158,9 @@ def advance_ring(
 
 
 def materialise_ring(
-    state: Tensor,
-    ring: Ring,
-    cursor: Tensor,
-    *,
-    state_indices: Optional[Tensor] = None,
-    null_index: int = -1,
-    inplace: bool = False,
-) -> Tensor:
+    state: Tensor, ring: Ring, cursor: Tensor,
+    *, state_indices: Optional[Tensor] = None, null_index: int = -1, inplace: bool = False,
+) -> Tensor:  # fmt: skip
     """The states of one layer including all tokens of the ring, for callers that read states.
 
         S = exp(g_1 + .. + g_m) S_0 + sum_j exp(g_{j+1} + .. + g_m) u_j k_j^T

@@ -23,7 +23,7 @@ def of_beta(options) -> float:
 
 
 class GdnOptions(NamedTuple):
-    """Options of the chunked form."""
+    """Options of the chunked form, of Kimi Delta Attention, too."""
 
     scale: float
     use_qk_l2norm: bool = False
@@ -33,6 +33,7 @@ class GdnOptions(NamedTuple):
     output_final_state: bool = False
     state_dtype: Optional[torch.dtype] = None  # of the states that are returned; None: fp32
     checkpoint_every: int = 0  # tokens; 0: no checkpoints
+    lower_bound: Optional[float] = None  # of the raw gates of Kimi Delta Attention
     save_blocks: bool = False  # Tb, P and F of the chunks are returned, for the gradient
 
     beta_max = property(of_beta)

@@ -205,11 +205,11 @@ def decode_states(call) -> None:
 def chunk(call: GdnCall, written: bool = True) -> GdnCall:
     """Checks a call of chunk_gated_delta_rule.
 
-    Its options are those of GdnOptions but save_blocks, and use_gate_in_kernel, chunk_size and
+    Its options are those of GdnOptions but the last two, and use_gate_in_kernel, chunk_size and
     recompute. written: as in gated_delta_rule; False also for a pool that is left unchanged.
     """
     *options, use_gate, size, recompute = call.options
-    options = GdnOptions(*options, not recompute and needs_grad(call))
+    options = GdnOptions(*options, save_blocks=not recompute and needs_grad(call))
     chunk_size(size)
     return in_chunks(call._replace(options=options), use_gate, written)
 

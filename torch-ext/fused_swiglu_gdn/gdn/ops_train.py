@@ -4,8 +4,7 @@ Saved for the gradient: the tensors of the call, and Tb, P and F of its chunks w
 recomputed.
 """
 
-import functools
-from typing import Callable, Optional
+from typing import Callable, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from .chunks import CHUNK as TOKENS
 from .reference.backward import gdn_chunk_bwd
 from .reference.chunk import gdn_chunk_fwd
 
-FAMILY = "gdn.chunk"
 NONE = (None, None, None)  # in place of Tb, P and F
 
 
@@ -41,22 +39,7 @@ def cast(q, k, v, *more) -> tuple:
     return (*autocast(q, k, v), *more)
 
 
-def by_torch(reference: Callable, call) -> tuple:
-    """o, the final state and checkpoints of the reference, as kernels and the operator return
-    them."""
-    o, *states, _ = reference(call)
-    if call.state_indices is None:
-        states = [x if x is None else x.contiguous() for x in states]
-    return o.contiguous(), *states
-
-
-def _by_torch(call: GdnCall) -> tuple:
-    """The reference, which has nothing to save."""
-    blocks = NONE if needs_grad(call) else _blocks(call)
-    return *by_torch(gdn_chunk_fwd, call), *[x if x is None else x.zero_() for x in blocks]
-
-
-def results(call) -> tuple:
+def _results(call) -> tuple:
     """Empty results of a chunked form: o, the final state, checkpoints; a pool is not among
     them."""
     options, state, checkpoints = call.options, None, None
@@ -68,33 +51,11 @@ def results(call) -> tuple:
     return call.v.new_empty(call.v.shape), state, checkpoints
 
 
-def gradients_by_torch(reference: Callable, call) -> tuple:
-    """The gradients of the reference, contiguous."""
-    return tuple([x if x is None else x.contiguous() for x in reference(call)])
-
-
 def _gradients_like(call: GdnBackward) -> tuple:
     wanted = list(call[:8])
     if call.options.values_only:
         wanted = [None, None, call.v, *[None] * 4, call.initial_state]
     return tuple([x if x is None else x.new_empty(x.shape) for x in wanted])
-
-
-_PROMPTS = dict(
-    check=checks.chunk, cast=cast, outputs=6, fake=lambda call: (*results(call), *_blocks(call))
-)
-CHUNK = Operation(
-    FAMILY, "gdn_chunk_fwd", GdnCall, _by_torch,
-    differentiable=lambda call: not call.options.checkpoint_every, **_PROMPTS,
-)  # fmt: skip
-CHUNK_IN_POOL = Operation(
-    FAMILY, "gdn_chunk_fwd", GdnCall, _by_torch, written=("initial_state",),
-    schema="gdn_chunk_pool", **_PROMPTS,
-)  # fmt: skip
-GRADIENT = Operation(
-    FAMILY, "gdn_chunk_bwd", GdnBackward, functools.partial(gradients_by_torch, gdn_chunk_bwd),
-    outputs=8, fake=_gradients_like,
-)  # fmt: skip
 
 
 def _save(ctx, inputs, output) -> None:
@@ -105,16 +66,54 @@ def _save(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, do, d_final_state, *_):
-    *tensors, tb, p, f = ctx.saved_tensors
-    q, k, _, g, beta, A_log, dt_bias, _ = wanted = ctx.needs_input_grad[:8]
-    values_only = not any((q, k, g, beta, A_log, dt_bias))
-    do = torch.zeros_like(tensors[2]) if do is None else do
-    d_final_state = d_final_state if ctx.options.output_final_state else None
-    given = (*tensors, do, d_final_state, tb, p, f)
-    grads = GRADIENT.in_gradient(given, (values_only, *ctx.options))
-    nothing = [None for _ in ctx.needs_input_grad[8:]]
-    return (*[x if want else None for x, want in zip(grads, wanted)], *nothing)
+def chunk_operations(
+    rule: str, call: type, gradient: type, references: Tuple[Callable, Callable], function: str,
+    blocks: Callable = lambda call: (), outputs: int = 3, **more: Callable,
+) -> Tuple[Operation, Operation, Operation]:  # fmt: skip
+    """The operations of a rule in chunks, without and with a pool of states, and of its gradient.
+
+    rule: the room. references: functions of the two kinds of calls. function: the public one.
+    blocks(call): what else is returned for the gradient, uninitialised. more: check and cast.
+    """
+    family, (by_chunks, backward_by_chunks) = f"{rule}.chunk", references
+
+    def by_torch(call) -> tuple:
+        """The reference, which has nothing to save."""
+        o, *states, _ = by_chunks(call)
+        if call.state_indices is None:
+            states = [x if x is None else x.contiguous() for x in states]
+        saved = [None if needs_grad(call) or x is None else x.zero_() for x in blocks(call)]
+        return o.contiguous(), *states, *saved
+
+    def gradients_by_torch(call) -> tuple:
+        return tuple([x if x is None else x.contiguous() for x in backward_by_chunks(call)])
+
+    given = (family, f"{rule}_chunk_fwd", call, by_torch)
+    more.update(outputs=outputs, fake=lambda call: (*_results(call), *blocks(call)))
+    chunk = Operation(*given, differentiable=lambda call: not call.options.checkpoint_every, **more)
+    in_pool = Operation(
+        *given, written=("initial_state",), schema=f"{rule}_chunk_pool", **more
+    )  # fmt: skip
+    backward_op = Operation(
+        family, f"{rule}_chunk_bwd", gradient, gradients_by_torch, outputs=8, fake=_gradients_like
+    )  # fmt: skip
+
+    def backward(ctx, do, d_final_state, *_):
+        *tensors, tb, p, f = ctx.saved_tensors
+        q, k, _, g, beta, A_log, dt_bias, _ = wanted = ctx.needs_input_grad[:8]
+        values_only = not any((q, k, g, beta, A_log, dt_bias))
+        do = torch.zeros_like(tensors[2]) if do is None else do
+        d_final_state = d_final_state if ctx.options.output_final_state else None
+        given = (*tensors, do, d_final_state, tb, p, f)
+        grads = backward_op.in_gradient(given, (values_only, *ctx.options))
+        nothing = [None for _ in ctx.needs_input_grad[8:]]
+        return (*[x if want else None for x, want in zip(grads, wanted)], *nothing)
+
+    chunk.register_gradient(_save, backward, backward_op, function)
+    return chunk, in_pool, backward_op
 
 
-CHUNK.register_gradient(_save, _backward, GRADIENT, "chunk_gated_delta_rule")
+CHUNK, CHUNK_IN_POOL, GRADIENT = chunk_operations(
+    "gdn", GdnCall, GdnBackward, (gdn_chunk_fwd, gdn_chunk_bwd), "chunk_gated_delta_rule", _blocks,
+    outputs=6, check=checks.chunk, cast=cast,
+)  # fmt: skip

@@ -4,11 +4,11 @@ import numbers
 
 from torch import Tensor
 
-from ..gdn.call import RecurrentOptions
+from ..gdn.call import GdnOptions, RecurrentOptions
 from ..gdn.checks import in_chunks, in_steps
 from ..runtime.checks import are_flags, is_int, is_number, is_tensor
 from ..runtime.ops import autocast
-from .call import KdaCall, KdaOptions, KdaStepCall
+from .call import KdaCall, KdaStepCall
 
 
 def flat(q, k, v, g, beta, A_log, dt_bias, *more) -> tuple:
@@ -24,11 +24,11 @@ def flat(q, k, v, g, beta, A_log, dt_bias, *more) -> tuple:
 def chunk(call: KdaCall, written: bool = True) -> KdaCall:
     """Checks a call of chunk_kda.
 
-    Its options are those of KdaOptions, and use_gate_in_kernel and chunk_size. written: False for
-    a pool that is left unchanged.
+    Its options are those of GdnOptions but save_blocks, and use_gate_in_kernel and chunk_size.
+    written: False for a pool that is left unchanged.
     """
     *options, bound, use_gate, size = call.options
-    call = call._replace(options=KdaOptions(*options, _bound(bound, use_gate)))
+    call = call._replace(options=GdnOptions(*options, _bound(bound, use_gate)))
     if not isinstance(size, numbers.Real) or size not in (32, 64):
         raise ValueError(f"chunk_size must be 32 or 64, got {size!r}")
     return in_chunks(call, use_gate, written)

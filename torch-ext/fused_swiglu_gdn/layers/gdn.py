@@ -92,7 +92,7 @@ def _heads(x, size: int):
 
 
 class Family(NamedTuple):
-    """What layers of one family have of their own."""
+    """Functions and names that layers of one family have of their own."""
 
     # (layer, x, eager) -> q, k, v, z, a, b; q, k, v joined, if they lie side by side; whether beta
     # is up to 2

@@ -44,7 +44,7 @@ def is_depthwise(part: nn.Module) -> bool:
 
 
 def _sizes(part: nn.Module) -> tuple:
-    """Those of a projection, also with adapters beside it, as PEFT's modules have them."""
+    """Sizes of a projection, also with adapters beside it, as PEFT's modules have them."""
     return features(part) or features(part._modules.get("base_layer"))
 
 

@@ -103,7 +103,7 @@ class LatentTrial(AttentionTrial):
         return [torch.complex(*[random(*size, seed=seed, dtype=dtype) for seed in (21, 22)])]
 
     def widths_of_tables(self) -> List[Tuple[int, int]]:
-        """What a projection makes beside latents."""
+        """(1, width) of all that a projection may make beside latents."""
         sizes = [part.sizes for part in self.parts.values() if isinstance(part, Part)]
         norms = {size[0] for size in sizes if len(size) == 1}
         outs = [size[1] for size in sizes if len(size) == 2 and size[0] == self.width]

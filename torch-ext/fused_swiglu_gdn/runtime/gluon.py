@@ -41,6 +41,8 @@ __all__ = [
     "mma_v2",
     "own_range",
     "record",
+    "ring",
+    "ring_barriers",
     "rounded",
     "tile_map",
     "tma",
@@ -173,6 +175,17 @@ def rounded(x, DTYPE: gl.constexpr):
 def ring(desc, COUNT: gl.constexpr):
     """Shared memory for COUNT boxes of a descriptor."""
     return gl.allocate_shared_memory(desc.dtype, [COUNT] + desc.block_type.shape, desc.layout)
+
+
+@gluon.jit
+def ring_barriers(COUNT: gl.constexpr, READERS: gl.constexpr):
+    """(full, empty) mbarriers of a ring of COUNT slots, which one warp fills and READERS empty."""
+    full = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=READERS)
+    return full, empty
 
 
 @gluon.jit

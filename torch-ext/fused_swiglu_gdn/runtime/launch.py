@@ -95,8 +95,9 @@ class Launch:
 
     maps: a Map, or None, for each of the first tensors. numbers: the scalars. options:
     ("num_warps", 4) and the like. guarded: the caller has found this Launch in a CallCache by the
-    tensors' facts, so that their dtypes need no second check; addresses still do. named: constexprs
-    by the names of the kernel's parameters, and options by theirs.
+    tensors' facts, so that their dtypes need no second check; addresses still do. early: the kernel
+    may begin before the one launched before it has ended; it waits for that one itself. named:
+    constexprs by the names of the kernel's parameters, and options by theirs.
     """
 
     __slots__ = (
@@ -107,7 +108,7 @@ class Launch:
     def __init__(
         self, kernel, grid: Union[int, tuple], device: torch.device, *, maps: tuple = (),
         numbers: tuple = (), constexprs: tuple = (), options: tuple = (), guarded: bool = False,
-        **named: Any,
+        early: bool = False, **named: Any,
     ):  # fmt: skip
         if named:
             constexprs = tuple([named.pop(name) for name in kernel.arg_names if name in named])
@@ -115,7 +116,7 @@ class Launch:
         self.kernel, self.device, self.index, self.maps = kernel, device, device.index, maps
         self.grid = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
         self.numbers, self.constexprs = numbers, constexprs
-        self.options = (FUSED, *options)
+        self.options = (FUSED, *options, *((("launch_pdl", True),) if early else ()))
         self.guarded, self.rest = guarded, (*numbers, *constexprs)
         self.alone = device.type != "cuda" or torch.cuda.device_count() == 1
         self.fixed: Optional[tuple] = None  # what all calls have in common of their kinds

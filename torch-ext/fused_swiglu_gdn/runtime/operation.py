@@ -98,6 +98,7 @@ class Operation(CallCache):
     ) -> None:
         """Registers the gradient, as torch.library takes it; `by`: the Operation that computes it.
 
+        In eager calls ctx.needs_input_grad has two elements more than the operator has arguments.
         function: the public function, whose second derivative is refused.
         """
         self.gradient = (by.family, by.name)

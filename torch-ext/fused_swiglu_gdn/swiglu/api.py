@@ -10,14 +10,10 @@ from .ops_mlp import MLP
 
 
 def fused_swiglu(
-    x: Tensor,
-    w_gate: Tensor,
-    w_up: Tensor,
-    b_gate: Optional[Tensor] = None,
+    x: Tensor, w_gate: Tensor, w_up: Tensor, b_gate: Optional[Tensor] = None,
     b_up: Optional[Tensor] = None,
-    *,
-    activation: str = "silu",
-) -> Tensor:
+    *, activation: str = "silu",
+) -> Tensor:  # fmt: skip
     """act(x @ w_gate.T + b_gate) * (x @ w_up.T + b_up) in one launch.
 
     SwiGLU (Shazeer 2020, https://arxiv.org/abs/2002.05202) for `activation="silu"`, GeGLU for

@@ -40,16 +40,9 @@ class FusedSwiGLU(nn.Module):
     """
 
     def __init__(
-        self,
-        in_features: int,
-        hidden_dim: int,
-        block: int = 64,
-        *,
-        weight_grad: bool = True,
-        gate_first: bool = True,
-        device=None,
-        dtype=None,
-    ):
+        self, in_features: int, hidden_dim: int, block: int = 64,
+        *, weight_grad: bool = True, gate_first: bool = True, device=None, dtype=None,
+    ):  # fmt: skip
         super().__init__()
         checks.module_sizes(in_features, hidden_dim, block)
         checks.module_options(weight_grad, gate_first, device, dtype)

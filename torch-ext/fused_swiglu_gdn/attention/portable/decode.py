@@ -235,13 +235,12 @@ class _Launches:
         )  # fmt: skip
         if splits == 1:
             return split, None, 0
-        early = {"launch_pdl": True} if pdl else {}
         width = {} if self.padded else {"D": D, "BLOCK_D": block}
         kernel = combine_quantise_kernel if self.padded else combine_kernel
         combine = Launch(
             kernel, self.rows, self.device,
-            numbers=(self.step, self.B, numbers[6], splits, *self.padded), guarded=True, ROWS=HQ,
-            NEW=0, PARTS=next_power_of_2(splits), BLOCK_N=self.block, PDL=pdl,
-            num_warps=8 if D > 128 else 4, **width, **early,
+            numbers=(self.step, self.B, numbers[6], splits, *self.padded), guarded=True, early=pdl,
+            ROWS=HQ, NEW=0, PARTS=next_power_of_2(splits), BLOCK_N=self.block, PDL=pdl,
+            num_warps=8 if D > 128 else 4, **width,
         )  # fmt: skip
         return split, combine, self.rows * splits * (D + 2)

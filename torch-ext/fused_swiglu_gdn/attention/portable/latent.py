@@ -146,7 +146,6 @@ class Launches:
         many = cache_seqlens is not None and cache_seqlens.ndim > 0
         self.step = cache_seqlens.stride(0) if many else 0
         self.pdl = device.overlaps_launches(q.device)
-        self.early = {"launch_pdl": True} if self.pdl else {}
         M, self.new, self.width = B * T, new, form.halves * C + R
         self.sizes = sizes = {"H": H, "N": N, "V": V, "C": C, "PDL": self.pdl}
         BLOCK_M, BLOCK_C = min(64, max(16, next_power_of_2(M))), min(ABSORBED, C)
@@ -174,10 +173,11 @@ class Launches:
         self.made: dict = {}  # by the parts' constexpr and the kinds of what varies
 
     def launch(self, kernel, programs: int, numbers: tuple, maps: tuple = (), **values) -> Launch:
-        values = {"num_warps": 4, **self.early, **values}
+        values = {"num_warps": 4, **values}
         return Launch(
-            kernel, programs, self.device, maps=maps, numbers=numbers, guarded=True, **values
-        )
+            kernel, programs, self.device, maps=maps, numbers=numbers, guarded=True,
+            early=self.pdl, **values,
+        )  # fmt: skip
 
     def at(self, q, latents, rotated, weight, weight_scale, cache_seqlens, mask) -> tuple:
         """(launch over the parts, function that makes y of them, elements of the parts)."""

@@ -183,10 +183,9 @@ def prepare_latent_norm_rope(call: LatentNormRope) -> Optional[Callable]:
     heads = min(BLOCK_H, next_power_of_2(H))
     kernel = Launch(
         _latent_norm_rope_kernel, B * T * (1 + -(-H // heads)), q.device, numbers=numbers,
-        guarded=True, H=H, N=D - R, C=C, P=R // 2, FROM_PAIRS=options.rotary != "halves",
-        TO_PAIRS=options.rotary == "pairs", BLOCK_H=heads, BLOCK_C=next_power_of_2(C),
-        BLOCK_P=next_power_of_2(R // 2), PDL=pdl, num_warps=4,
-        **({"launch_pdl": True} if pdl else {}),
+        guarded=True, early=pdl, H=H, N=D - R, C=C, P=R // 2,
+        FROM_PAIRS=options.rotary != "halves", TO_PAIRS=options.rotary == "pairs", BLOCK_H=heads,
+        BLOCK_C=next_power_of_2(C), BLOCK_P=next_power_of_2(R // 2), PDL=pdl, num_warps=4,
     )  # fmt: skip
 
     def run(*tensors):

@@ -25,17 +25,13 @@ def _gains(call: ExpertsBackward) -> bool:
     return plain.tiles_for(call.device, *call.ids.shape, len(call.w_down))["BLOCK_M"] == BM.value
 
 
-def takes_strips(a: torch.Tensor, b: torch.Tensor, routing: Routing) -> bool:
-    """True if strips.py is faster than portable's tiles for this number of rows an expert."""
-    most = tuning.lookup("hopper_experts_weight", a.device)["rows"]  # of an expert
-    return routing.T * routing.K <= most * routing.E
-
-
 def _weight_gradient(
     a, b, routing: Routing, main_grad: Optional[torch.Tensor], config: dict
 ) -> Optional[torch.Tensor]:
-    """Computes weight_gradient of portable/weight_gradients.py by the faster of the two kernels."""
-    if main_grad is None and takes_strips(a, b, routing):
+    """Computes weight_gradient of portable/weight_gradients.py by the faster of the two kernels,
+    which is strips.py's up to a number of rows an expert."""
+    most = tuning.lookup("hopper_experts_weight", a.device)["rows"]
+    if main_grad is None and routing.T * routing.K <= most * routing.E:
         return strips.weight_gradient(a, b, routing)
     return weight_gradients.weight_gradient(a, b, routing, main_grad, config)
 

@@ -80,13 +80,12 @@ def _products(where: torch.device, T: int, K: int, E: int, H: int, I: int) -> _P
     height, S = config["HEIGHT"], T * K
     routing = Routing(None, T, K, E, height)
     places, tiles = (S, S) if T <= FEW else (routing.places, routing.tiles)
-    early = (("launch_pdl", True),) if pdl else ()
 
     def launch(kernel, maps: tuple, columns: int, numbers: tuple, sizes: tuple, tile: dict):
-        options = (("num_warps", tile["num_warps"]), ("num_stages", tile["num_stages"]), *early)
+        options = (("num_warps", tile["num_warps"]), ("num_stages", tile["num_stages"]))
         constexprs = (*sizes, height, tile["GROUP"], pdl)
         size = tiles * (columns // BLOCK)
-        return launch_of(kernel, size, where, maps, numbers, constexprs, options)
+        return launch_of(kernel, size, where, maps, numbers, constexprs, options, pdl)
 
     box = (1, BLOCK, BLOCK)
     maps = (((places, I), (height, BLOCK)), ((E, H, I), box))

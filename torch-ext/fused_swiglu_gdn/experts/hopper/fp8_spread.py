@@ -46,5 +46,5 @@ def spread_launch(where: torch.device, T: int, K: int, E: int, H: int, stride: i
     groups, pdl = min(32, next_power_of_2(H // BLOCK)), device.overlaps_launches(where)
     return Launch(
         spread_kernel, (T, -(-H // (BLOCK * groups))), where, numbers=(T * K, E, places, stride),
-        constexprs=(H, K, groups, pdl), options=(("launch_pdl", True),) if pdl else (),
+        constexprs=(H, K, groups, pdl), early=pdl,
     )  # fmt: skip

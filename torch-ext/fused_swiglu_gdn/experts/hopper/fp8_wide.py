@@ -200,14 +200,9 @@ def wide_kernel(
     if PDL:
         hw.wait_for_predecessor()
         hw.launch_dependents()
-    BAR: gl.constexpr = hw.mbarrier.MBarrierLayout()
     a_smem, s_smem = hw.ring(a_desc, DEPTH), hw.ring(a_scale_desc, DEPTH)
     w_smem, out_smem = hw.ring(w_desc, 2 * DEPTH), hw.ring(out_desc, 2)
-    full = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], BAR)
-    empty = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], BAR)
-    for i in gl.static_range(DEPTH):
-        hw.mbarrier.init(full.index(i), count=1)
-        hw.mbarrier.init(empty.index(i), count=2)
+    full, empty = hw.ring_barriers(DEPTH, 2)
     w = Work(
         a_desc, a_scale_desc, w_desc, out_desc, w_scale_ptr, routing_ptr, a_smem, s_smem, w_smem,
         out_smem, full, empty, S, E, places, gl.load(routing_ptr), K, N, GATE, DEPTH,
@@ -240,9 +235,8 @@ def wide_launch(
     )
     tiles = routing.tiles * -(-columns // (BLOCK if gate else 2 * BLOCK))
     pdl = device.overlaps_launches(where)
-    early = (("launch_pdl", True),) if pdl else ()
     return Launch(
         wide_kernel, min(device.multiprocessor_count(where.index), tiles), where, maps=maps,
         numbers=(T * K, E, places), constexprs=(width, columns, gate, 4, pdl),
-        options=(("num_warps", 4), ("maxnreg", 168), *early),
+        options=(("num_warps", 4), ("maxnreg", 168)), early=pdl,
     )  # fmt: skip

@@ -228,13 +228,9 @@ def gate_gradient_kernel(
     a_smem, b_smem = hw.ring(dout_desc, STAGES), hw.ring(w_desc, STAGES)
     tile_smem = gl.allocate_shared_memory(gl.float16, [4, BM, 64], TILE)
     rows_smem = gl.allocate_shared_memory(gl.float32, [2, BM], ROW)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    full, empty = hw.ring_barriers(STAGES, 1)
     tile_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
     tile_empty = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    for i in gl.static_range(STAGES):
-        hw.mbarrier.init(full.index(i), count=1)
-        hw.mbarrier.init(empty.index(i), count=1)
     hw.mbarrier.init(tile_full, count=1)
     hw.mbarrier.init(tile_empty, count=2)
     w = Work(

@@ -236,19 +236,10 @@ def weight_strips_kernel(
 ):  # fmt: skip
     """out[e] = a^T b over the rows of expert e; zeros for an expert without rows."""
     OUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    BAR: gl.constexpr = hw.mbarrier.MBarrierLayout()
     a_smem, b_smem = hw.ring(a_desc, HELD), hw.ring(b_desc, 2 * STAGES)
     out_smem = gl.allocate_shared_memory(out_desc.dtype, [2 * BUFFERS, TILE, TILE // 2], OUT)
-    a_full = gl.allocate_shared_memory(gl.int64, [HELD, 1], BAR)
-    a_empty = gl.allocate_shared_memory(gl.int64, [HELD, 1], BAR)
-    b_full = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], BAR)
-    b_empty = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], BAR)
-    for i in gl.static_range(HELD):
-        hw.mbarrier.init(a_full.index(i), count=1)
-        hw.mbarrier.init(a_empty.index(i), count=2)
-    for i in gl.static_range(2 * STAGES):
-        hw.mbarrier.init(b_full.index(i), count=1)
-        hw.mbarrier.init(b_empty.index(i), count=1)
+    a_full, a_empty = hw.ring_barriers(HELD, 2)
+    b_full, b_empty = hw.ring_barriers(2 * STAGES, 1)
     w = Work(
         a_desc, b_desc, out_desc, a_smem, b_smem, out_smem, a_full, a_empty, b_full, b_empty,
         routing_ptr, height, E * TILES_M, TILES_M, TILES_N, HELD, MOST, STAGES, BUFFERS,

@@ -118,17 +118,16 @@ def plan_few(x, w_down, ids, activation: str, limit: Optional[float]) -> Callabl
     (T, H), (E, _, I), K, where = x.shape, w_down.shape, ids.shape[1], x.device
     config = tuning.lookup("portable_experts_few", where, H=H, I=I)
     tile, pdl = config["up"], device.overlaps_launches(where)
-    early = (("launch_pdl", True),) if pdl else ()
     up = Launch(
         _few_up_kernel, T * K * cdiv(I, tile["BLOCK_N"]), where, numbers=(E,),
         constexprs=(H, I, K, activation, limit, tile["BLOCK_N"], tile["BLOCK_K"], pdl),
-        options=(("num_warps", tile["num_warps"]), *early), guarded=True,
+        options=(("num_warps", tile["num_warps"]),), guarded=True, early=pdl,
     )  # fmt: skip
     tile = config["down"]
     down = Launch(
         _few_down_kernel, T * cdiv(H, tile["BLOCK_N"]), where, numbers=(E,),
         constexprs=(H, I, K, next_power_of_2(K), tile["BLOCK_N"], tile["BLOCK_K"], pdl),
-        options=(("num_warps", tile["num_warps"]), *early), guarded=True,
+        options=(("num_warps", tile["num_warps"]),), guarded=True, early=pdl,
     )  # fmt: skip
 
     def run(

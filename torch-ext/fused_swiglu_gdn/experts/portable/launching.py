@@ -30,12 +30,14 @@ def _map(shape: tuple, block: tuple) -> Map:
 
 
 @functools.lru_cache(maxsize=4096)
-def launch_of(kernel, size: int, where, boxes: tuple, numbers, constexprs, options) -> Launch:
+def launch_of(
+    kernel, size: int, where, boxes: tuple, numbers, constexprs, options, pdl: bool
+) -> Launch:
     """boxes: (shape, block), or None, for each tensor map."""
-    maps = tuple([each and _map(*each) for each in boxes])
     return Launch(
-        kernel, size, where, maps=maps, numbers=numbers, constexprs=constexprs, options=options
-    )
+        kernel, size, where, maps=tuple([each and _map(*each) for each in boxes]), numbers=numbers,
+        constexprs=constexprs, options=options, early=pdl,
+    )  # fmt: skip
 
 
 def launch(
@@ -48,9 +50,7 @@ def launch(
     options: tuple = (("num_warps", num_warps),)
     if num_stages is not None:
         options += (("num_stages", num_stages),)
-    if pdl:
-        options += (("launch_pdl", True),)
     described = tuple([b and b[1:] for b in boxes])
     where = pointers[-1].device
-    start = launch_of(kernel, size, where, described, numbers, constexprs, options)
+    start = launch_of(kernel, size, where, described, numbers, constexprs, options, pdl)
     start(*[b and b.tensor for b in boxes], *pointers)

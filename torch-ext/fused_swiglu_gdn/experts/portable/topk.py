@@ -117,10 +117,9 @@ def _launch(kernel, call, *slots: int) -> Optional[Launch]:
             return None
         numbers, sizes = (scale,), (count, E // count, most, by == "top2", *parts)
     pdl = device.overlaps_launches(call.device)
-    early = (("launch_pdl", True),) if pdl else ()
     return Launch(
         kernel, T, call.device, numbers=numbers, constexprs=(*constexprs, *sizes, pdl),
-        options=(("num_warps", 1), *early), guarded=True,
+        options=(("num_warps", 1),), guarded=True, early=pdl,
     )  # fmt: skip
 
 

@@ -68,19 +68,16 @@ class Few:
             self.floats = parts * size
             self.make_parts = functools.partial(empty, (parts, size), (size, 1), **fp32)
         steps = math.gcd(config["STEPS"], -(-blocks // parts), blocks)
-        early = (("launch_pdl", True),) if pdl else ()
         self.product = Launch(
             few_kernel, (tiles, parts), where,
             numbers=(M, width, padded(M), *rows, *(0,) * missing),
             constexprs=(K, _tokens(M), height, steps, parts, pdl),
-            options=(
-                ("num_warps", config["num_warps"]), ("num_stages", config["num_stages"]), *early
-            ),
-            guarded=True,
+            options=tuple((name, config[name]) for name in ("num_warps", "num_stages")),
+            guarded=True, early=pdl,
         )  # fmt: skip
         self.add = Launch(
             add_parts_kernel, -(-size // 512), where, numbers=(size,),
-            constexprs=(parts, 512, pdl), options=early, guarded=True,
+            constexprs=(parts, 512, pdl), guarded=True, early=pdl,
         )  # fmt: skip
 
     def __call__(
@@ -146,14 +143,11 @@ def gated(where: torch.device, M: int, K: int, N: int, e8m0: bool = False) -> Ca
 
 def _gate(where: torch.device, M: int, K: int, N: int, config: dict) -> Launch:
     pdl, rows = device.overlaps_launches(where), Map((N, K), (K, 1), (BLOCK, BLOCK))
-    early = (("launch_pdl", True),) if pdl else ()
     tokens = Map((padded(M), K), (K, 1), (_tokens(M), BLOCK))
     return Launch(
-        few_gate_kernel, blocks_of(N), where, guarded=True,
+        few_gate_kernel, blocks_of(N), where, guarded=True, early=pdl,
         maps=(rows, Map((N, K), (K, 1), (BLOCK, BLOCK)), tokens),
         numbers=(M, padded(M)),
         constexprs=(N, K, _tokens(M), pdl),
-        options=(
-            ("num_warps", config["num_warps"]), ("num_stages", config["num_stages"]), *early
-        ),
+        options=tuple((name, config[name]) for name in ("num_warps", "num_stages")),
     )  # fmt: skip

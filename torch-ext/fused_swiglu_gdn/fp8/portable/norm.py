@@ -83,10 +83,10 @@ def prepare_norm_quantise_fwd(call: NormQuantise) -> Optional[Callable]:
     D, where = x.shape[-1], x.device
     M = x.numel() // D
     groups, pdl, P = next_power_of_2(blocks_of(D)), device.overlaps_launches(where), padded(M)
-    options = (("num_warps", 4 if groups <= 32 else 8), *((("launch_pdl", True),) if pdl else ()))
     kernel = Launch(
         _norm_quantise_kernel, P, where, numbers=(M, P, eps, offset),
-        constexprs=(D, casting_mode == "llama", groups, pdl), options=options, guarded=True,
+        constexprs=(D, casting_mode == "llama", groups, pdl),
+        options=(("num_warps", 4 if groups <= 32 else 8),), guarded=True, early=pdl,
     )  # fmt: skip
     (make, scales_of), few = making(where, M, D), M <= MOST
 

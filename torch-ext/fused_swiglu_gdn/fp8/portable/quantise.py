@@ -121,8 +121,7 @@ def launch_of(
     pdl = device.overlaps_launches(where)
     return Launch(
         kernel, (P, -(-columns // (BLOCK * groups))), where, numbers=(M, P, *numbers),
-        constexprs=(columns, groups, pdl, *more), options=(("launch_pdl", True),) if pdl else (),
-        guarded=True,
+        constexprs=(columns, groups, pdl, *more), guarded=True, early=pdl,
     )  # fmt: skip
 
 

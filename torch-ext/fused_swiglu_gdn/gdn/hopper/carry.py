@@ -64,12 +64,9 @@ def gdn_carry_kernel(
     cu_ptr,  # [N + 1] int32 | int64 or None
     warm_ptr,  # [slots, HV] fp32; negative: the state before that segment is to be found
     o_ptr,  # [B, T, HV, V] 16 bits: N and M of a segment behind it; N becomes the state
-    T,
-    HV,
-    N,
+    T, HV, N,
     split,  # the most segments of a sequence
-    slots,
-    pool_step,
+    slots, pool_step,
     V_FIRST: tl.constexpr,  # the pool's states are [V, K]
     SPAN: tl.constexpr,  # tokens of the shortest segment
     SLOT: tl.constexpr,  # tokens that have a slot
@@ -77,7 +74,7 @@ def gdn_carry_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_K: tl.constexpr,  # of M at a time: little shared memory, so that the scan fits beside it
     PREC: tl.constexpr,
-):
+):  # fmt: skip
     """S <- M S + N from cut to cut, for BLOCK_V columns of one head of one sequence."""
     D: tl.constexpr = 128
     tl.extra.cuda.gdc_launch_dependents()

@@ -92,7 +92,7 @@ def _query_partition(
         row, head, batch, end, first, c, length = place(w, number, cu_ptr)
         if c * C < length:
             left = length - c * C
-            b, token = first_token(cu_ptr, end, c, length, w.T)
+            b, token = first_token(cu_ptr, end, c, length)
             unit = (row.to(gl.int64) * w.H + head) * w.R
             g_at = g_ptr + b * g_strides[0] + token * g_strides[1]
             hw.mbarrier.wait(w.pair_full, pairs & 1)
@@ -164,7 +164,7 @@ def _key_partition(
         row, head, batch, end, first, c, length = place(w, number, cu_ptr)
         if c * C < length:
             left = length - c * C
-            b, token = first_token(cu_ptr, end, c, length, w.T)
+            b, token = first_token(cu_ptr, end, c, length)
             unit = (row.to(gl.int64) * w.H + head) * w.R
             g_at = g_ptr + b * g_strides[0] + token * g_strides[1]
             hw.mbarrier.wait(w.pair_full, pairs & 1)
@@ -280,12 +280,8 @@ def gdn_gradient_kernel(
     ds_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES, D, HALF], LAYOUT)
     dp_smem = gl.allocate_shared_memory(q_desc.dtype, [C, C], LAYOUT)
     n_smem = gl.allocate_shared_memory(q_desc.dtype, [C, C], LAYOUT)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hw.mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hw.mbarrier.MBarrierLayout())
+    full, empty = hw.ring_barriers(STAGES, 3)
     single = gl.allocate_shared_memory(gl.int64, [4, 1], hw.mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        hw.mbarrier.init(full.index(s), count=1)
-        hw.mbarrier.init(empty.index(s), count=3)
     for s in gl.static_range(4):
         hw.mbarrier.init(single.index(s), count=2 if s == 1 else 1)
     w = Work(

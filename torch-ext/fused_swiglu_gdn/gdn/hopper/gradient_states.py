@@ -238,11 +238,7 @@ def gdn_states_kernel(
     f_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * C], f_desc.layout)
     out_smem = gl.allocate_shared_memory(k_desc.dtype, [C, 64], LAYOUT)
     state_smem = gl.allocate_shared_memory(k_desc.dtype, [D, 64], LAYOUT)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hw.mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hw.mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        hw.mbarrier.init(full.index(s), count=1)
-        hw.mbarrier.init(empty.index(s), count=1)
+    full, empty = hw.ring_barriers(STAGES, 1)
     batch, end, row, tokens, block = sequence_at(cu_ptr, n, T)
     key_head = head // (HV // H)
     block = block * HV + head

@@ -112,7 +112,7 @@ def finish(dx0, dx1, x_smem, r, ptr, left, NORM: gl.constexpr, H: gl.constexpr):
 
 
 @gluon.jit
-def first_token(cu_ptr, end, c, length, T):
+def first_token(cu_ptr, end, c, length):
     """(batch, first token) of chunk c in tensors [B, T, ..], int64."""
     if cu_ptr is None:
         return end.to(gl.int64), (c * C).to(gl.int64)

@@ -307,12 +307,8 @@ def gdn_scan_fwd_kernel(
     o_smem = gl.allocate_shared_memory(o_desc.dtype, [W, C, 64], LAYOUT)
     # Ke, Tb and P have a ring of their own: they come later, and stay until the end of a chunk
     SLOTS: gl.constexpr = STAGES if e_desc is None else 2 * STAGES
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hw.mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hw.mbarrier.MBarrierLayout())
+    full, empty = hw.ring_barriers(SLOTS, W)
     PACKED: gl.constexpr = cu_ptr is not None
-    for i in gl.static_range(SLOTS):
-        hw.mbarrier.init(full.index(i), count=1)
-        hw.mbarrier.init(empty.index(i), count=W)
     if transition != 0:
         hw.launch_dependents()
     where = place(

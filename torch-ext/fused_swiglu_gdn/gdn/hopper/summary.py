@@ -188,11 +188,7 @@ def gdn_summary_kernel(
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES * GROUPS, C, 64], LAYOUT)
     t_smem = gl.allocate_shared_memory(t_desc.dtype, [STAGES, C, C], LAYOUT)
     f_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * C], f_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hw.mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hw.mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        hw.mbarrier.init(full.index(i), count=1)
-        hw.mbarrier.init(empty.index(i), count=GROUPS)
+    full, empty = hw.ring_barriers(STAGES, GROUPS)
     where = _place(cu_ptr, rows_ptr, decay_ptr, T, HV, H, WITH_M)
     u = Piece(
         k_desc, v_desc, t_desc, f_desc, k_smem, v_smem, t_smem, f_smem, full, empty, *where

@@ -22,10 +22,10 @@ from ...runtime.launch import Launch, steps
 from ...runtime.sizes import next_power_of_2
 from ..call import GdnCall
 from .backward_query import tile
-from .backward_states import times
 from .gates import write_strength
 from .inverse import kept_at
 from .primitives import chunk_numbers, locate, precision
+from .state import times
 
 FEW = 8  # tokens
 

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from ...runtime.launch import Launch, steps
 from ..call import GdnCall
-from .gates import log2_decay, write_strength
+from .gates import dbeta_of, log2_decay
 from .primitives import chunk_numbers, locate
 
 
@@ -89,14 +89,7 @@ def _gates_bwd_kernel(
     out = (b * T + tok) * HV + hv
     tl.store(dg_ptr + out, dg.to(dg_ptr.dtype.element_ty), mask=ok)
     beta_at = beta_ptr + b * beta_strides[0] + tok * beta_strides[1] + hv * beta_strides[2]
-    beta = tl.load(beta_at, mask=ok, other=1.0).to(tl.float32)
-    slope = tl.full((64,), 1.0, tl.float32)
-    if BETA_MAX > 0.0:
-        slope = write_strength(beta, BETA_MAX) * tl.sigmoid(-beta)
-    beta = write_strength(beta, BETA_MAX)
-    # dV and vt went through Tb, whose diagonal is beta as rounded there: so it cancels
-    beta = beta.to(LOW).to(tl.float32)
-    dbeta = dots / beta / beta * slope  # where beta is next to nothing: backward_beta.py
+    dbeta = dbeta_of(dots, tl.load(beta_at, mask=ok, other=1.0), BETA_MAX, LOW)
     tl.store(dbeta_ptr + out, dbeta.to(dbeta_ptr.dtype.element_ty), mask=ok)
 
 

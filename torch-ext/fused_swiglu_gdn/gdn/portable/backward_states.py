@@ -27,6 +27,7 @@ import triton.language as tl
 from ...runtime.launch import Launch, steps
 from ...runtime.primitives import sequence_bounds
 from .primitives import kv_strides, precision
+from .state import load_factors, times
 
 
 @triton.jit
@@ -49,12 +50,6 @@ def _solve(matrix, diagonal_ptr, x, PREC: tl.constexpr):
     else:
         beta = tl.load(diagonal_ptr + tl.arange(0, 64) * 65).to(tl.float32)  # [C]
         return tl.dot(matrix, low, beta[:, None] * (x - low.to(tl.float32)), input_precision=PREC)
-
-
-@triton.jit
-def times(x, f):
-    """Rows of x [C, BLOCK], multiplied by factors [C] if there are any."""
-    return x if f is None else x * f[:, None]
 
 
 @triton.jit
@@ -118,11 +113,7 @@ def _reverse(
         tb = tl.load(tb_ptr + unit * 4096 + square)  # [C, C]
         p = tl.load(p_ptr + unit * 4096 + square)  # [C, C]
         if ke_ptr is None:
-            f_at = f_ptr + unit * 256
-            f0 = tl.load(f_at + t)  # [C] fp32
-            f1 = tl.load(f_at + 64 + t)  # [C] fp32
-            f2 = tl.load(f_at + 128 + t)  # [C] fp32
-            decay = tl.load(f_at + 192)
+            f0, f1, f2, decay = load_factors(f_ptr + unit * 256)
             ke = k
         else:
             f0, f1, f2 = None, None, None

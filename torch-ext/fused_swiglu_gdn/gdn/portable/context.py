@@ -32,7 +32,7 @@ from ..call import GdnCall
 from .cuts import FORGOTTEN, count_cuts, segment_of, tokens_at_cut, word_at_cut, words
 from .primitives import EXACT_FP32, kv_strides, locate, precision
 from .scan import configuration, segments
-from .state import own_rows, read, write
+from .state import load_factors, own_rows, read, times, write
 
 
 @triton.jit(do_not_specialize=["T", "N", "NS", "ROW"])
@@ -107,13 +107,10 @@ def _transition_kernel(
         ks, k = read(k_tile, own * k_strides[1], t < 64, s, K, PREC)  # [C, V or K] fp32
         v = tl.load(v_tile, mask=in_v, other=0.0)  # [C, V]
         tb = tl.load(tb_ptr + go * (HV * 64) + t[:, None] * 64 + t[None, :])  # [C, C]
-        f = f_ptr + go * (HV * 4)
-        f0 = tl.load(f + t)  # [C] fp32
-        f1 = tl.load(f + 64 + t)
-        decay = tl.load(f + 192)
-        x = v.to(tl.float32) - f0[:, None] * ks
+        f0, f1, _, decay = load_factors(f_ptr + go * (HV * 4))
+        x = v.to(tl.float32) - times(ks, f0)
         vt = tl.dot(tb, x.to(tb.dtype), input_precision=PREC)  # [C, V or K] fp32
-        w = (f1[:, None] * vt).to(tb.dtype)
+        w = times(vt, f1).to(tb.dtype)
         s = write(k, k_tile, own * k_strides[1], t < 64, s, decay, w, K, STAGES == 1, PREC)
     o_ptr += ((b * T + token + segment * 64) * HV + hv) * V
     to = o_ptr.to(tl.pointer_type(tl.float32))

@@ -89,3 +89,18 @@ def write_strength(beta, BETA_MAX: tl.constexpr):
     if BETA_MAX != 0:
         beta = BETA_MAX / (1.0 + tl.exp(-beta))
     return beta
+
+
+@triton.jit
+def dbeta_of(dots, beta, BETA_MAX: tl.constexpr, LOW: tl.constexpr):
+    """dots / beta^2, the gradient of beta where dots is dV . vt [C] fp32, through its sigmoid.
+
+    dV and vt went through Tb, whose diagonal is beta as rounded to LOW, so that it cancels. Where
+    beta is next to nothing, backward_beta.py computes it in another way.
+    """
+    beta = beta.to(tl.float32)
+    slope = tl.full(dots.shape, 1.0, tl.float32)
+    if BETA_MAX > 0.0:
+        slope = write_strength(beta, BETA_MAX) * tl.sigmoid(-beta)
+    beta = write_strength(beta, BETA_MAX).to(LOW).to(tl.float32)
+    return dots / beta / beta * slope

@@ -176,11 +176,9 @@ def store_inverse(
     tb,  # [1, U, 1] pointers to [C, C]
     gates,  # [U] pointers to [4 or 5, C] fp32: G, factors of Gam, beta, lengths of keys
     m,  # the ten blocks of -k_i.k_j for keys of length 1, or (a pointer to where they are kept,)
-    UNIT_KEYS: tl.constexpr,
-    DOT: tl.constexpr,
-    PREC: tl.constexpr,
+    UNIT_KEYS: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
     MADE: tl.constexpr = False,  # m has everything in it but beta, and gates beta alone
-):
+):  # fmt: skip
     """Stores Tb of U units. The inverse of [[A, 0], [-M, D]] has D^-1 M A^-1 below the diagonal.
 
     The decay is a similarity, (I + L)^-1 = diag(gam) (I + diag(beta) K K^T)^-1 diag(1 / gam). So it

@@ -53,11 +53,9 @@ def _store_factors(
     rk,  # [C] fp32
     rq,  # [C] fp32, with the scale
     heads,
-    UNITS: tl.constexpr,
-    BETA_MAX: tl.constexpr,
-    GATES: tl.constexpr,
+    UNITS: tl.constexpr, BETA_MAX: tl.constexpr, GATES: tl.constexpr,
     LOW: tl.constexpr,  # of Tb
-):
+):  # fmt: skip
     """Stores F, the gates and log2 of a bound of the norm of the chunk's transition, for all heads.
 
     Gates: G; exp2(-|G - G_r|) for r the last token before the middle of the token's half; the same

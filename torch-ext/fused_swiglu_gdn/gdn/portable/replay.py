@@ -79,10 +79,7 @@ class Replay:
                 H, HV, call.K, call.V, T, R, *facts, pdl, *blocks, config["BLOCK_V"],
                 config["K_PART"], config["EVICT"],
             ),
-            options=(
-                ("num_warps", config["num_warps"]), *((("launch_pdl", True),) if pdl else ()),
-            ),
-            guarded=True,
+            options=(("num_warps", config["num_warps"]),), guarded=True, early=pdl,
         )  # fmt: skip
 
     def __call__(

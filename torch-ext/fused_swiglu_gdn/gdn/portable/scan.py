@@ -26,12 +26,14 @@ from .padding import zero_padding
 from .primitives import kv_strides, locate, precision
 from .state import (
     block_at,
+    load_factors,
     load_state,
     own_rows,
     read,
     read_both,
     store_checkpoint,
     store_final,
+    times,
     write,
     write_to,
 )
@@ -78,22 +80,6 @@ def _zero_rows(o_ptr, chunks, length, stride, columns, V: tl.constexpr):
         zero = tl.zeros((64, columns.shape[0]), o_ptr.dtype.element_ty)
         tl.store(at, zero, mask=(t < length - c * 64)[:, None] & (columns < V)[None, :])
         o_ptr += 64 * stride
-
-
-@triton.jit
-def _load_factors(ptr):
-    """The row factors of a chunk [C] fp32, and its decay."""
-    t = tl.arange(0, 64)
-    f0 = tl.load(ptr + t)
-    f1 = tl.load(ptr + 64 + t)
-    f2 = tl.load(ptr + 128 + t)
-    return f0, f1, f2, tl.load(ptr + 192)
-
-
-@triton.jit
-def _times(f, x):
-    """Rows of x times factors [C], if there are any."""
-    return x if f is None else f[:, None] * x
 
 
 @triton.jit(do_not_specialize=["T", "N", "NS", "ROW", "E"])
@@ -201,7 +187,7 @@ def _scan_kernel(
         v_tile = v_ptr + go * v_strides[1] + own[:, None] * v_strides[1] + e[None, :]
         block = t[:, None] * 64 + t[None, :]
         if ke_ptr is None:
-            f0, f1, f2, decay = _load_factors(f_ptr + go * (HV * 4))
+            f0, f1, f2, decay = load_factors(f_ptr + go * (HV * 4))
             gam = None
             end_tile = k_tile
         else:
@@ -215,23 +201,23 @@ def _scan_kernel(
             k_at, q_at = own * k_strides[1], own * q_strides[1]
             ks, qs = read_both(k_tile, k_at, q_tile, q_at, ok, s, s_ptr, K, PREC)
             v = tl.load(v_tile, mask=in_v, other=0.0)  # [C, V]
-            x = v.to(tl.float32) - _times(f0, ks)
+            x = v.to(tl.float32) - times(ks, f0)
             k = v  # is loaded again
         else:
             ks, k = read(k_tile, own * k_strides[1], ok, s, K, PREC)  # [C, V] fp32
             v = tl.load(v_tile, mask=in_v, other=0.0)  # [C, V]
-            x = v.to(tl.float32) - _times(f0, ks)
+            x = v.to(tl.float32) - times(ks, f0)
             qs, _ = read(q_tile, own * q_strides[1], ok, s, K, PREC)
         tb = tl.load(tb_ptr + go * (HV * 64) + block)  # [C, C]
         vt = tl.dot(tb, x.to(tb.dtype), input_precision=PREC)  # [C, V] fp32
-        w = _times(f1, vt).to(tb.dtype)
+        w = times(vt, f1).to(tb.dtype)
         if s_ptr is None:
             again: tl.constexpr = STAGES == 1 or ke_ptr is not None
             s = write(k, end_tile, own * k_strides[1], ok, s, decay, w, K, again, PREC, gam)
         else:
             write_to(s_ptr, end_tile, own * k_strides[1], ok, decay, w, K, BLOCK_K, PREC, gam)
         p = tl.load(p_ptr + go * (HV * 64) + block)  # [C, C]
-        o = tl.dot(p, vt.to(p.dtype), _times(f2, qs), input_precision=PREC)
+        o = tl.dot(p, vt.to(p.dtype), times(qs, f2), input_precision=PREC)
         o_tile = o_ptr + go * (HV * V) + t[:, None] * (HV * V) + e[None, :]
         tl.store(o_tile, o.to(o_ptr.dtype.element_ty), mask=in_v)
         if mid_ptr is not None:

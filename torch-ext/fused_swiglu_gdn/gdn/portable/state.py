@@ -10,6 +10,22 @@ import triton.language as tl
 
 
 @triton.jit
+def load_factors(ptr):
+    """The row factors F0, F1 and F2 of a chunk [C] fp32, and its decay."""
+    t = tl.arange(0, 64)
+    f0 = tl.load(ptr + t)
+    f1 = tl.load(ptr + 64 + t)
+    f2 = tl.load(ptr + 128 + t)
+    return f0, f1, f2, tl.load(ptr + 192)
+
+
+@triton.jit
+def times(x, f):
+    """Rows of x [C, BLOCK], multiplied by factors [C] if there are any."""
+    return x if f is None else x * f[:, None]
+
+
+@triton.jit
 def own_rows(left, STAGES: tl.constexpr):
     """Rows 0 to C - 1 of a chunk, for addresses; `left` tokens remain from its first on.
 

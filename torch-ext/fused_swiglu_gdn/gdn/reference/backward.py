@@ -130,20 +130,18 @@ def _by_sequence(chunked, x: Inputs, do, S, dS, call):
 
 
 def gdn_chunk_bwd(call: GdnBackward):
-    """by_chunks_bwd of this rule; with values_only, only dv and d_initial_state.
+    """by_chunks_bwd of this rule.
 
     The blocks that the forward saved spare kernels some work; here they are unused.
     """
-    grads = by_chunks_bwd(call, _chunked, _through_gates)
-    if call.options.values_only:
-        return None, None, grads[2], None, None, None, None, grads[7]
-    return grads
+    return by_chunks_bwd(call, _chunked, _through_gates)
 
 
 def by_chunks_bwd(
     call, chunked: Callable, through_gates: Callable, activated: Callable = lambda call: call
 ):
-    """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial_state; None if not given.
+    """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial_state; None if not given. With values_only
+    dv and d_initial_state alone.
 
     activated: as for by_chunks.
     """
@@ -167,6 +165,8 @@ def by_chunks_bwd(
         d_initial = torch.cat(starts).flatten(1, 2) if starts else torch.zeros_like(initial)
         d_initial = d_initial.mT if v_first and starts else d_initial
         d_initial = d_initial.to(initial.dtype)
+    if call.options.values_only:
+        return None, None, padded(dv.to(call.v.dtype), T), *[None] * 4, d_initial
     dq = dq * call.options.scale
     if call.options.use_qk_l2norm:
         dq = _through_norm(dq, at_least_fp32(call.q))

@@ -182,13 +182,11 @@ def _initial_bwd_kernel(
     x_strides,  # of B, T, D
     dy_strides,
     initial_strides,  # of N, D, W - 1
-    T,
-    D,
-    W: tl.constexpr,
-    SILU: tl.constexpr,
+    T, D,
+    W: tl.constexpr, SILU: tl.constexpr,
     BLOCK_T: tl.constexpr,  # at least W - 1
     BLOCK_D: tl.constexpr,
-):
+):  # fmt: skip
     """dinitial[c] = sum_p weight[c - p] dz[p] over the first tokens p of one sequence."""
     tiles_d = tl.cdiv(D, BLOCK_D)
     n = (tl.program_id(0) // tiles_d).to(tl.int64)

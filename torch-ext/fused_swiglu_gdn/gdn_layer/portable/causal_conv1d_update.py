@@ -130,11 +130,9 @@ def _packed_step(
     state,  # [BLOCK_D] pointers to column 0
     weight_ptr,  # [D, W]
     bias_ptr,  # [D] or None
-    offs_d,
-    mask_d,
-    W: tl.constexpr,
-    SILU: tl.constexpr,
-):
+    offs_d, mask_d,
+    W: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
     """update_tile of one token for states whose four 16-bit columns of a channel are one
     integer."""
     state = state.to(tl.pointer_type(tl.int64))

@@ -56,7 +56,6 @@ def _step(call: LayerDecode, make: Callable, scales_of: Optional[Callable] = Non
     (B, _, H, K), (D, W), V = q.shape, call.weight.shape, v.shape[-1]
     HV, S, R = state.shape[1], held.shape[2], state.shape[1] // H
     pdl, config = device.overlaps_launches(where), step_config(where, K, 4, False)
-    early = (("launch_pdl", True),) if pdl else ()
     strides = (
         q.stride(0), q.stride(2), k.stride(0), k.stride(2), *_grouped(v, R, 1),
         *_grouped(a, R, 0)[:2], *_grouped(b, R, 0)[:2],
@@ -70,8 +69,7 @@ def _step(call: LayerDecode, make: Callable, scales_of: Optional[Callable] = Non
             H, HV, K, V, S, W, options.activation is not None,
             2.0 if options.allow_neg_eigval else 1.0, pdl, next_power_of_2(K), config["BLOCK_V"],
         ),
-        options=(("num_warps", config["num_warps"]), *early),
-        guarded=True,
+        options=(("num_warps", config["num_warps"]),), guarded=True, early=pdl,
     )  # fmt: skip
     wide = v.shape[3:].numel()  # channels of v that lie side by side
     block = channel_block(K, wide)
@@ -87,8 +85,7 @@ def _step(call: LayerDecode, make: Callable, scales_of: Optional[Callable] = Non
             H, HV, V, H * K, K, wide, D, S, options.gate_activation != "sigmoid", pdl,
             next_power_of_2(V), next_power_of_2(S), block,
         ),
-        options=(("num_warps", 1), *early),
-        guarded=True,
+        options=(("num_warps", 1),), guarded=True, early=pdl,
     )  # fmt: skip
 
     def run(q, k, v, z, a, b, held, state, weight, bias, A_log, dt_bias, norm_weight):

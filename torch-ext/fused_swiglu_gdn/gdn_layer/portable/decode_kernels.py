@@ -23,9 +23,8 @@ def _before(
     bias_ptr,  # [D] or None
     channel,  # [N]
     mask,
-    S: tl.constexpr,
-    W: tl.constexpr,
-):
+    S: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
     """The contribution of earlier inputs and the bias to the convolution at a token: [N] fp32."""
     acc = tl.zeros(channel.shape, tl.float32)
     if bias_ptr is not None:

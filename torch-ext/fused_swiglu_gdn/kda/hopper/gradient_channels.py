@@ -113,15 +113,13 @@ def kda_channels_bwd_kernel(
     dk_ptr,  # likewise
     dg_ptr,  # [B, T, HV, K], written
     sums_ptr,  # [2, rows, HV, K] fp32, or None: the chunk's share of dA_log and ddt_bias
-    T,
-    N,
+    T, N,
     NT,  # ceil(T / C), equal length
     scale,
-    HV: gl.constexpr,
-    R: gl.constexpr,
+    HV: gl.constexpr, R: gl.constexpr,
     LOWER: gl.constexpr,  # of a bounded gate, or None
     GATES: gl.constexpr,
-):
+):  # fmt: skip
     """32 channels of one chunk and value head."""
     DTYPE: gl.constexpr = q_desc.dtype
     WIDTH: gl.constexpr = g_desc.dtype.primitive_bitwidth

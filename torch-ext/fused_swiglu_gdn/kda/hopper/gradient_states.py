@@ -180,11 +180,8 @@ def kda_states_kernel(
     last_ptr,  # [N, HV, K, V] the gradient of the initial state, or None
     cu_ptr,  # [N + 1] token offsets, or None: N equal sequences of T tokens
     first_strides,  # of N, HV, K, V
-    last_strides,
-    T,
-    HV,
-    REVERSE: gl.constexpr,
-    LOAD_REGISTERS: gl.constexpr,
+    last_strides, T, HV,
+    REVERSE: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """64 columns of V of one value head of one sequence, in one direction."""
     LAYOUT: gl.constexpr = t_desc.layout  # 128-byte swizzle, for every 16-bit tile

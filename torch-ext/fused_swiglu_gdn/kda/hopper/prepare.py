@@ -178,19 +178,16 @@ def kda_prepare_fwd_kernel(
     gam_ptr,  # [rows, HV, K] fp32
     decay_ptr,  # [rows, HV] fp32: log2 of a bound of the norm of a chunk's transition; or None
     lengths_ptr,  # [rows, HV, 3, C] fp32: 1 / |k| and 1 / |q|; or None
-    beta_strides,
-    T,
-    N,
+    beta_strides, T, N,
     NT,  # ceil(T / C), equal length
     split,  # the most segments of a sequence
     shortest,  # tokens of one, at least
     look_back,  # chunks before a cut whose decay is read
     scale,
-    HV: gl.constexpr,
-    R: gl.constexpr,
+    HV: gl.constexpr, R: gl.constexpr,
     BETA_MAX: gl.constexpr,  # beta is a logit, and BETA_MAX * sigmoid(beta) is meant; 0: as given
     LOWER: gl.constexpr,  # of a bounded gate, or None
-):
+):  # fmt: skip
     """Tb, P, Kd, Qd, Ke, gam and decay of one chunk and value head, and what the gradient wants."""
     DTYPE: gl.constexpr = q_desc.dtype
     WIDTH: gl.constexpr = g_desc.dtype.primitive_bitwidth

@@ -32,7 +32,7 @@ def prepare_kda_chunk_bwd(
     channels_kind: Callable = lambda call, do: kda_backward_channels,
 ) -> Optional[Callable]:
     """The call's tensors -> dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial_state; None for
-    arguments that were not given.
+    arguments that were not given. With values_only, only dv and d_initial_state.
 
     For the head dims and dtypes of has_gradient. prepare_kind(call): the class of the first launch;
     states_kind(call, do), channels_kind(call, do): the functions of the passes over the states, and
@@ -93,18 +93,21 @@ def _gradients(
         h, dh, vt, dv, d_initial = states_kind(call, do)(
             decayed, do, d_final, tb, p, gam, config["states"], ke
         )
-        pairs, dbeta = kda_backward_pairs(call, gates, do, vt, dv, config["pairs"])
-        to_q, to_k, dg, sums = channels_kind(call, do)(
-            call, gates, do, vt, dv, h, dh, pairs, config["channels"]
-        )
-        dq, dk = kda_backward_norms(call, to_q, to_k, config["norms"])
-        betas = small_betas(decayed, do, config["beta"], kept.stride(1))
-        betas(kd, v, beta, cu_seqlens, p, None, None, kept, ke, do, vt, dv, h, dh, dbeta)
-    dg, *to_gates = _gates(call, given, dg, sums)
+        dq = dk = dg = dbeta = dA_log = ddt_bias = None
+        if not call.options.values_only:
+            pairs, dbeta = kda_backward_pairs(call, gates, do, vt, dv, config["pairs"])
+            to_q, to_k, dg, sums = channels_kind(call, do)(
+                call, gates, do, vt, dv, h, dh, pairs, config["channels"]
+            )
+            dq, dk = kda_backward_norms(call, to_q, to_k, config["norms"])
+            betas = small_betas(decayed, do, config["beta"], kept.stride(1))
+            betas(kd, v, beta, cu_seqlens, p, None, None, kept, ke, do, vt, dv, h, dh, dbeta)
+            dq, dk = cut(dq, given.K), cut(dk, given.K)
+            dg, dA_log, ddt_bias = _gates(call, given, dg, sums)
     if d_initial is not None:
         d_initial = cut(d_initial, *given.initial_state.shape[2:])
-    found = cut(dq, given.K), cut(dk, given.K), cut(dv, given.V), dg, dbeta
+    found = dq, dk, cut(dv, given.V), dg, dbeta
     padding = padding_launch(given)
     if padding is not None:
         padding(cu_seqlens, *found)
-    return (*found, *to_gates, d_initial)
+    return (*found, dA_log, ddt_bias, d_initial)

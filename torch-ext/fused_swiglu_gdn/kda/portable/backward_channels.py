@@ -65,7 +65,7 @@ def _through_states(
 
 
 @triton.jit
-def _with_level(e, q, k, dq, dk, dg, behind, y, ek, u, w):
+def _with_level(e, dq, dk, dg, behind, y, ek, u, w):
     """dQ, dK and dG with a level's products U and W.
 
     dG is computed from the rounded operands: a pair's term is then the same number at both of its
@@ -92,7 +92,7 @@ def _through_blocks(parts, q, k, dq, dk, dg, pairs, scale, S, PREC: tl.constexpr
     mine = (((i ^ j) >= S) & ((i ^ j) < 2 * S))[None, :, :]
     u = tl.dot(y, tl.where(mine, dp, 0.0), input_precision=PREC) * scale
     w = tl.dot(ek, tl.where(mine, dn, 0.0), input_precision=PREC)
-    return _with_level(e, q, k, dq, dk, dg, behind, y, ek, u, w)
+    return _with_level(e, dq, dk, dg, behind, y, ek, u, w)
 
 
 @triton.jit
@@ -121,7 +121,7 @@ def _through_level(
     y = tl.where(behind, (e * q).to(low), ek)
     u = _product_of_tokens(y, pairs, S, PREC) * scale
     w = _product_of_tokens(ek, pairs + 4096, S, PREC)
-    return _with_level(e, q, k, dq, dk, dg, behind, y, ek, u, w)
+    return _with_level(e, dq, dk, dg, behind, y, ek, u, w)
 
 
 @triton.jit

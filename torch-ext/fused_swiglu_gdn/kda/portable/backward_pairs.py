@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from ...gdn.portable.backward_query import tile
-from ...gdn.portable.gates import write_strength
+from ...gdn.portable.gates import dbeta_of
 from ...gdn.portable.primitives import chunk_numbers, locate, precision
 from ...runtime.launch import Launch, steps
 from ..call import KdaCall
@@ -80,12 +80,7 @@ def _pairs_bwd_kernel(
     tl.store(pairs_ptr + 4096, dn.to(low))
     tok = first + t
     beta_at = beta_ptr + b * beta_strides[0] + tok * beta_strides[1] + hv * beta_strides[2]
-    beta = tl.load(beta_at, mask=ok, other=1.0).to(tl.float32)
-    slope = tl.full((64,), 1.0, tl.float32)
-    if BETA_MAX > 0.0:
-        slope = write_strength(beta, BETA_MAX) * tl.sigmoid(-beta)
-    beta = write_strength(beta, BETA_MAX).to(low).to(tl.float32)
-    dbeta = dots / beta / beta * slope  # where beta is next to nothing: backward_beta.py
+    dbeta = dbeta_of(dots, tl.load(beta_at, mask=ok, other=1.0), BETA_MAX, low)
     dbeta_at = dbeta_ptr + (b * T + tok) * HV + hv
     tl.store(dbeta_at, dbeta.to(dbeta_ptr.dtype.element_ty), mask=ok)
 

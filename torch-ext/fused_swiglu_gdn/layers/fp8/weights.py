@@ -111,9 +111,9 @@ class Coded(NamedTuple):
 
 
 class _Given(threading.local):
-    """What a decoder layer gives to the part that it calls: x in FP8, for the first that asks for
-    it, and the residual, which an MLP that adds it to its result says by `added`. pinned: of the
-    FP8Linears, whose class is not looked at again during the call."""
+    """Values that a decoder layer gives to the part that it calls: x in FP8, for the first that
+    asks for it, and the residual, which an MLP that adds it to its result says by `added`. pinned:
+    of the FP8Linears, whose class is not looked at again during the call."""
 
     x: Optional[torch.Tensor] = None
     codes: Optional[Quantised] = None

@@ -95,30 +95,28 @@ def narrow_kernel(
     UP: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """out_i = scale_i x_i w_i^T; seed_ptr: with dropout of x."""
+    x, w = (x0, x1, x2, x3), (w0, w1, w2, w3)
+    RANKS: tl.constexpr = (r0, r1, r2, r3)
+    FIRST: tl.constexpr = (0, r0, r0 + r1, r0 + r1 + r2)
     i = tl.program_id(1)
-    if i == 0:
-        _narrow(
-            x0, w0, out_ptr, seed_ptr, drops[0], scales[0], M, sizes[0], strides[0], total, 0, 0,
-            r0, R, UP, ROWS, STEP,
-        )  # fmt: skip
-    if r1 > 0:
-        if i == 1:
-            _narrow(
-                x1, w1, out_ptr, seed_ptr, drops[1], scales[1], M, sizes[1], strides[1], total, r0,
-                1, r1, R, UP, ROWS, STEP,
-            )  # fmt: skip
-    if r2 > 0:
-        if i == 2:
-            _narrow(
-                x2, w2, out_ptr, seed_ptr, drops[2], scales[2], M, sizes[2], strides[2], total,
-                r0 + r1, 2, r2, R, UP, ROWS, STEP,
-            )  # fmt: skip
-    if r3 > 0:
-        if i == 3:
-            _narrow(
-                x3, w3, out_ptr, seed_ptr, drops[3], scales[3], M, sizes[3], strides[3], total,
-                r0 + r1 + r2, 3, r3, R, UP, ROWS, STEP,
-            )  # fmt: skip
+    for n in tl.static_range(4):
+        if RANKS[n] > 0:
+            if i == n:
+                _narrow(
+                    x[n], w[n], out_ptr, seed_ptr, drops[n], scales[n], M, sizes[n], strides[n],
+                    total, FIRST[n], n, RANKS[n], R, UP, ROWS, STEP,
+                )  # fmt: skip
+
+
+@triton.jit
+def _is_of(tile, ends, n: tl.constexpr):
+    """True if a tile is of output n; ends: the first tile behind each output."""
+    if n == 0:
+        return tile < ends[0]
+    elif n == 3:
+        return tile >= ends[2]
+    else:
+        return (tile >= ends[n - 1]) & (tile < ends[n])
 
 
 @triton.jit
@@ -170,23 +168,18 @@ def wide_kernel(
     ROWS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """y_i += scale_i h_i w_i^T. ends: the first tile of columns behind each output."""
+    y, w = (y0, y1, y2, y3), (w0, w1, w2, w3)
+    RANKS: tl.constexpr = (r0, r1, r2, r3)
+    FIRST: tl.constexpr = (0, r0, r0 + r1, r0 + r1 + r2)
     tile = tl.program_id(1)
-    if tile < ends[0]:
-        _wide(y0, h_ptr, w0, scales[0], M, sizes[0], total, 0, tile, r0, R, ROWS, WORDS)
-    if r1 > 0:
-        if (tile >= ends[0]) & (tile < ends[1]):
-            at = tile - ends[0]
-            _wide(y1, h_ptr, w1, scales[1], M, sizes[1], total, r0, at, r1, R, ROWS, WORDS)
-    if r2 > 0:
-        if (tile >= ends[1]) & (tile < ends[2]):
-            at = tile - ends[1]
-            _wide(y2, h_ptr, w2, scales[2], M, sizes[2], total, r0 + r1, at, r2, R, ROWS, WORDS)
-    if r3 > 0:
-        if tile >= ends[2]:
-            at = tile - ends[2]
-            _wide(
-                y3, h_ptr, w3, scales[3], M, sizes[3], total, r0 + r1 + r2, at, r3, R, ROWS, WORDS
-            )
+    for n in tl.static_range(4):
+        if RANKS[n] > 0:
+            if _is_of(tile, ends, n):
+                at = tile if n == 0 else tile - ends[n - 1]
+                _wide(
+                    y[n], h_ptr, w[n], scales[n], M, sizes[n], total, FIRST[n], at, RANKS[n], R,
+                    ROWS, WORDS,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -212,6 +205,9 @@ def input_kernel(
     ROWS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """dx += sum of scale_i dh_i a_i, with one rounding."""
+    a = (a0, a1, a2, a3)
+    RANKS: tl.constexpr = (r0, r1, r2, r3)
+    FIRST: tl.constexpr = (0, r0, r0 + r1, r0 + r1 + r2)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     words = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     at = dx_ptr + rows.to(tl.int64)[:, None] * K + words[None, :]
@@ -219,25 +215,12 @@ def input_kernel(
     dx = tl.load(at, mask=here, other=0.0)
     kind: tl.constexpr = dx.dtype
     found = tl.zeros((ROWS, WORDS), tl.float32)
-    found = _to_input(
-        found, dh_ptr, a0, seed_ptr, drops[0], scales[0], rows, words, M, K, total, 0, 0, kind, r0,
-        R,
-    )  # fmt: skip
-    if r1 > 0:
-        found = _to_input(
-            found, dh_ptr, a1, seed_ptr, drops[1], scales[1], rows, words, M, K, total, r0, 1,
-            kind, r1, R,
-        )  # fmt: skip
-    if r2 > 0:
-        found = _to_input(
-            found, dh_ptr, a2, seed_ptr, drops[2], scales[2], rows, words, M, K, total, r0 + r1, 2,
-            kind, r2, R,
-        )  # fmt: skip
-    if r3 > 0:
-        found = _to_input(
-            found, dh_ptr, a3, seed_ptr, drops[3], scales[3], rows, words, M, K, total,
-            r0 + r1 + r2, 3, kind, r3, R,
-        )  # fmt: skip
+    for n in tl.static_range(4):
+        if RANKS[n] > 0:
+            found = _to_input(
+                found, dh_ptr, a[n], seed_ptr, drops[n], scales[n], rows, words, M, K, total,
+                FIRST[n], n, kind, RANKS[n], R,
+            )  # fmt: skip
     tl.store(at, (dx.to(tl.float32) + found).to(dx.dtype), mask=here)
 
 
@@ -275,27 +258,15 @@ def weights_kernel(
     R: tl.constexpr, UP: tl.constexpr, STEP: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """out_i = scale_i z_i^T h_i. ends: the first tile of columns behind each output."""
+    z, out = (z0, z1, z2, z3), (out0, out1, out2, out3)
+    RANKS: tl.constexpr = (r0, r1, r2, r3)
+    FIRST: tl.constexpr = (0, r0, r0 + r1, r0 + r1 + r2)
     tile = tl.program_id(0)
-    if tile < ends[0]:
-        _weights(
-            z0, h_ptr, out0, seed_ptr, drops[0], scales[0], M, sizes[0], strides[0], total, 0,
-            tile, 0, r0, R, UP, STEP, WORDS,
-        )  # fmt: skip
-    if r1 > 0:
-        if (tile >= ends[0]) & (tile < ends[1]):
-            _weights(
-                z1, h_ptr, out1, seed_ptr, drops[1], scales[1], M, sizes[1], strides[1], total, r0,
-                tile - ends[0], 1, r1, R, UP, STEP, WORDS,
-            )  # fmt: skip
-    if r2 > 0:
-        if (tile >= ends[1]) & (tile < ends[2]):
-            _weights(
-                z2, h_ptr, out2, seed_ptr, drops[2], scales[2], M, sizes[2], strides[2], total,
-                r0 + r1, tile - ends[1], 2, r2, R, UP, STEP, WORDS,
-            )  # fmt: skip
-    if r3 > 0:
-        if tile >= ends[2]:
-            _weights(
-                z3, h_ptr, out3, seed_ptr, drops[3], scales[3], M, sizes[3], strides[3], total,
-                r0 + r1 + r2, tile - ends[2], 3, r3, R, UP, STEP, WORDS,
-            )  # fmt: skip
+    for n in tl.static_range(4):
+        if RANKS[n] > 0:
+            if _is_of(tile, ends, n):
+                at = tile if n == 0 else tile - ends[n - 1]
+                _weights(
+                    z[n], h_ptr, out[n], seed_ptr, drops[n], scales[n], M, sizes[n], strides[n],
+                    total, FIRST[n], at, n, RANKS[n], R, UP, STEP, WORDS,
+                )  # fmt: skip

@@ -124,10 +124,8 @@ def _sum_kernel(
     parts_ptr,  # [P, D] fp32
     sum_ptr,  # [D]
     P,
-    D: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Sums BLOCK_D columns over P."""
     offs = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)

@@ -103,11 +103,10 @@ def prepare_rms_norm_fwd(call: RmsNorm) -> Optional[Callable]:
     # not round the product
     exact = {"enable_fp_fusion": False} if llama and after else {}
     pdl = device.overlaps_launches(x.device)
-    early = {"launch_pdl": True} if pdl and M <= FEW else {}
     kernel = Launch(
         _rms_norm_fwd_kernel, cdiv(M, config["BLOCK_M"]), x.device,
-        numbers=(M, *layout(x, residual), eps, offset), guarded=True, D=D, LLAMA=llama,
-        AFTER=after, PDL=pdl, **config, **exact, **early,
+        numbers=(M, *layout(x, residual), eps, offset), guarded=True, early=pdl and M <= FEW,
+        D=D, LLAMA=llama, AFTER=after, PDL=pdl, **config, **exact,
     )  # fmt: skip
     dtype = torch.promote_types(x.dtype, weight.dtype) if llama and weight is not None else x.dtype
     make_y, make_total = contiguous_like(x, dtype), contiguous_like(x)

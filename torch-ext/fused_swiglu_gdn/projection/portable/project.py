@@ -119,10 +119,9 @@ def add_parts_kernel(
     added_ptr,  # [size] or None
     y_ptr,  # [size]
     size,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,  # as above
-):
+):  # fmt: skip
     """y = sum of the parts in order, rounded; with `added`, that and y, rounded again."""
     after_predecessor(PDL)
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -169,14 +168,13 @@ def prepare_project_fwd(call: Project) -> Optional[Callable]:
         kernel, numbers = _project_few_kernel, (M, width, K, rows.stride(0), *sizes)
         constexprs = (tokens, BLOCK_N, math.gcd(BLOCK_K, K), parts)
         grid = (grid, parts)
-    early = (("launch_pdl", True),) if pdl else ()
     launch = Launch(
         kernel, grid, where, numbers=numbers, constexprs=(*constexprs, pdl),
-        options=(*options.items(), *early), guarded=True,
+        options=tuple(options.items()), guarded=True, early=pdl,
     )  # fmt: skip
     shape, wide = (*x.shape[:-1], width), {"dtype": torch.float32} if fp32 else {}
     if parts > 1:
-        return _added(launch, parts, shape, wide, pdl, early)
+        return _added(launch, parts, shape, wide, pdl)
 
     def run(x, *weights):
         y = x.new_empty(shape, **wide)
@@ -186,14 +184,12 @@ def prepare_project_fwd(call: Project) -> Optional[Callable]:
     return run
 
 
-def _added(
-    launch: Launch, parts: int, shape: tuple, wide: dict, pdl: bool, early: tuple
-) -> Callable:
+def _added(launch: Launch, parts: int, shape: tuple, wide: dict, pdl: bool) -> Callable:
     """The product with one weight, of which `launch` makes a sum's parts."""
     size = math.prod(shape)
     add = Launch(
         add_parts_kernel, cdiv(size, 1024), launch.device, numbers=(size,),
-        constexprs=(parts, 1024, pdl), options=early, guarded=True,
+        constexprs=(parts, 1024, pdl), guarded=True, early=pdl,
     )  # fmt: skip
 
     def run(x, weight, *_):
@@ -215,10 +211,9 @@ def prepare_normed_project_fwd(call: NormedProject) -> Optional[Callable]:
         return None
     options = dict(tuning.lookup("portable_project_token", where, M=1, N=w.shape[0], K=K))
     sizes, pdl = (options.pop("BLOCK_N"), options.pop("BLOCK_K")), device.overlaps_launches(where)
-    early = (("launch_pdl", True),) if pdl else ()
     launch = Launch(
         normed_token_kernel, -(-w.shape[0] // sizes[0]), where, numbers=(K, w.shape[0], eps),
-        constexprs=(*sizes, pdl), options=(*options.items(), *early), guarded=True,
+        constexprs=(*sizes, pdl), options=tuple(options.items()), guarded=True, early=pdl,
     )  # fmt: skip
     shape = (*x.shape[:-1], w.shape[0])
 

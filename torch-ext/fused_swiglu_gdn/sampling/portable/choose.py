@@ -96,9 +96,8 @@ def _merge_kernel(
     found_ptr,  # [B, N] int64
     fewer_ptr,  # [B, parts, TOP] int64
     N,
-    TOP: tl.constexpr,
-    PART: tl.constexpr,
-):
+    TOP: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
     """The TOP largest of PART keys."""
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = part * PART + tl.arange(0, PART)

@@ -128,8 +128,8 @@ class Plan(NamedTuple):
 
 
 def _plan(
-    where: torch.device, dtype, M: int, N: int, K: int, stride_x: int, strides: tuple,
-    activation: str, apart: int,
+    where: torch.device, M: int, N: int, K: int, stride_x: int, strides: tuple, activation: str,
+    apart: int,
 ) -> Plan:  # fmt: skip
     """The launch of the forward, for weights with these strides, `apart` bytes from one another; 0
     where that does not matter."""
@@ -190,7 +190,7 @@ def prepare_swiglu_fwd(call: Swiglu) -> Optional[Callable]:
     if not takes(rows, w_gate, w_up, activation):
         return None
     (M, K), shape = rows.shape, (*x.shape[:-1], N)
-    sizes = (x.device, x.dtype, M, N, K, rows.stride(0), strides, activation)
+    sizes = (x.device, M, N, K, rows.stride(0), strides, activation)
     together = strides[1] == 1  # both weights by one map, which holds how far they lie apart
     plans: dict = {}  # by that distance in bytes, since layers of one size differ in it
     signs: dict = {}  # the last of them, by its sign

@@ -17,11 +17,9 @@ def _gate_and_store(
     b_gate_ptr,  # [N] or None
     b_up_ptr,  # [N] or None
     z_desc,  # [M, N] in blocks [BLOCK_M, BLOCK_N]
-    row,
-    column,
-    N,
+    row, column, N,
     ACTIVATION: tl.constexpr,
-):
+):  # fmt: skip
     """Stores z = act(gate + bg) * (up + bu) to the tile at (row, column)."""
     BLOCK_N: tl.constexpr = gate.shape[1]
     offs_n = column + tl.arange(0, BLOCK_N)

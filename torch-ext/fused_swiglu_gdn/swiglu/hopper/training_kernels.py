@@ -114,13 +114,9 @@ def _run(
     a_smem, b_smem = hw.ring(a_desc, STAGES), hw.ring(b_desc, STAGES)
     tile_smem = gl.allocate_shared_memory(HANDED, [4, BM, 64], TILE)
     scale_smem = gl.allocate_shared_memory(gl.float32, [1, BM], ROW)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hw.mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hw.mbarrier.MBarrierLayout())
+    full, empty = hw.ring_barriers(STAGES, 1)
     tile_full = gl.allocate_shared_memory(gl.int64, [1], hw.mbarrier.MBarrierLayout())
     tile_empty = gl.allocate_shared_memory(gl.int64, [1], hw.mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        hw.mbarrier.init(full.index(i), count=1)
-        hw.mbarrier.init(empty.index(i), count=1)
     hw.mbarrier.init(tile_full, count=1)
     hw.mbarrier.init(tile_empty, count=2)
     w = Work(

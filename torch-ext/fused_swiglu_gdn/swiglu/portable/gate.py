@@ -27,9 +27,8 @@ def _gate_fwd_kernel(
     N,
     stride_gate,  # of a row
     stride_up,
-    ACTIVATION: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """z = act(gate) * up; a program makes BLOCK elements of one row."""
     row = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
