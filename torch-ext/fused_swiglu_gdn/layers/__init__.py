@@ -8,11 +8,21 @@ Example:
     >>> "Qwen3_5GatedDeltaNet" in layers.__all__
     True
 
-The files by what they are for:
+kernelize gives a module a forward of ours by a *form*, a NamedTuple of what was recognised: the
+class, its pins, guards, and the names of its parts. Each call of that forward asks
+
+1. whether the module is as it was: no function, class or global that its class's forward consists
+   of was patched (pins make pinned.Pinned), attributes have their values (guards), and torch itself
+   is unpatched (plain.torch_unpatched);
+2. of each part, whether calling it is no more than reading its weights: parameters_of in plain,
+   parameters_of_norm in norm, weights_of in fp8/, parts_of in lora, shards in tensor_parallel.
+
+Where 1 fails, the class's own forward runs; where 2 fails, the part is called, and what is around
+it is ours. The files:
 
 - forwards: swiglu, norm, attention, latent_attention, decoder, gdn and kda (with delta, replay),
   lora, fp8/; what they share: forward, projections, few_tokens, activations, tensor_parallel
-- under the names of others: functions, hub
+- under the names that transformers asks for: functions, hub
 - whether a module is still what was recognised: plain, pinned, pins, own_code, own_classes
 """
 

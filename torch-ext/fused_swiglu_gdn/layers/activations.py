@@ -2,7 +2,7 @@
 
 import functools
 import sys
-from typing import Callable, Dict, NamedTuple, Optional
+from typing import Callable, Dict, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -22,15 +22,11 @@ _HOMES = {"torch.nn.modules.activation": _OF_TORCH, "transformers.activations": 
 _FUNCTIONS = {F.silu: "silu", F.relu: "relu", torch.relu: "relu"}
 
 
-class _Known(NamedTuple):
-    name: str
-    forward: Callable  # the class's, as it was when it was first met
+# of classes that were met: the name, and the class's forward as it was then
+_known: Dict[type, Tuple[str, Callable]] = {}
 
 
-_known: Dict[type, _Known] = {}
-
-
-def _meet(kind: type) -> Optional[_Known]:
+def _meet(kind: type) -> Optional[Tuple[str, Callable]]:
     """The entry of a class whose forward is that of its file, or None."""
     home = kind.__module__
     name = _HOMES.get(home, {}).get(kind.__name__)
@@ -38,7 +34,7 @@ def _meet(kind: type) -> Optional[_Known]:
         return None
     if not is_torchs_own(kind.forward, sys.modules[home].__file__):
         return None
-    _known[kind] = _Known(name, kind.forward)
+    _known[kind] = name, kind.forward
     return _known[kind]
 
 
@@ -51,19 +47,17 @@ def activation_of(function) -> Optional[str]:
     if not isinstance(function, nn.Module):
         return _of_function(function)
     kind = type(function)
-    known = _known.get(kind) or _meet(kind)
-    if known is None or kind.forward is not known.forward:
+    name, forward = _known.get(kind) or _meet(kind) or (None, None)
+    if name is None or kind.forward is not forward:
         return None
     attributes = function.__dict__
     if any(map(attributes.get, HOOKS)) or "_call_impl" in attributes or "_hf_hook" in attributes:
         return None
     if "forward" in attributes:
         # `kernels` binds the class's own where it has no kernel
-        if getattr(attributes["forward"], "__func__", None) is not known.forward:
+        if getattr(attributes["forward"], "__func__", None) is not forward:
             return None
-    if known.name == "gelu_tanh" and not _by_tanh(attributes):
-        return None
-    return known.name
+    return None if name == "gelu_tanh" and not _by_tanh(attributes) else name
 
 
 def _by_tanh(attributes: dict) -> bool:

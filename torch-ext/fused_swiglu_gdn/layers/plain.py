@@ -45,10 +45,8 @@ def told(x: object, name: str) -> object:
 def why_hooked(module: nn.Module) -> Optional[str]:
     """Reason if calling the module does more than its class's forward, or None."""
     attributes = module.__dict__
-    if attributes["_forward_hooks"] or attributes["_forward_pre_hooks"]:
-        return "has forward hooks"
-    if attributes["_backward_hooks"] or attributes["_backward_pre_hooks"]:
-        return "has backward hooks"
+    if any(map(attributes.get, HOOKS)):
+        return f"has {'forward' if any(map(attributes.get, HOOKS[:2])) else 'backward'} hooks"
     if "_hf_hook" in attributes:
         return "has an accelerate hook (offloading, or several devices)"
     return None
