@@ -181,6 +181,17 @@ def exchange_of(case: Case):
         ops.start_all_gather = told
 
 
+@contextlib.contextmanager
+def unchecked():
+    """Inside, a call like an earlier one under its context skips the checks, as with NCCL."""
+    module = submodule("parallel.exchange")
+    agrees, module.agrees = module.agrees, lambda group: False
+    try:
+        yield
+    finally:
+        module.agrees = agrees
+
+
 def errors_alone(want: dict, got: dict) -> Dict[str, float]:
     names = ("o", "final inputs", "final states")
     errors = {n: relative_error(g, w) for n, g, w in zip(names, got["outputs"], want["outputs"])}
@@ -205,7 +216,14 @@ def check(case: Case, want: dict, group, kind: str) -> Dict[str, float]:
     states = [only(starts, s[rows], nan) for s in states]
     own = [here(x), weight, here(a), here(b), A_log, dt_bias, *states]
     own = [t.to(device, copy=True).requires_grad_(n not in case.frozen) for n, t in zip(NAMES, own)]
-    outputs = layer(kernel, case, *own, cp_context=cp)
+    if case.P == 2:
+        with unchecked():
+            layer(kernel, case, *own, cp_context=cp)
+            if B == 1 and cp.plan.chains:
+                assert len(cp.calls) == 2  # the convolution's, too
+            outputs = layer(kernel, case, *own, cp_context=cp)
+    else:
+        outputs = layer(kernel, case, *own, cp_context=cp)
     pairs = {"o": (outputs[0], here(want["outputs"][0]))}
     for name, got, t in zip(("final inputs", "final states"), outputs[1:], want["outputs"][1:]):
         pairs[name] = got.cpu()[ends], t[rows[ends]]

@@ -256,8 +256,7 @@ def test_torch_operations_of_an_eager_call(kernel, monkeypatch, rank, layout):
         monkeypatch.setattr(getattr(ops, name), "launcher", lambda fields, run=run: run)
     dist.init_process_group("fake", rank=rank, world_size=4, store=fake_pg.FakeStore())
     try:
-        for name in ("parallel.exchange", "gdn.api_context"):
-            monkeypatch.setattr(submodule(name), "agrees", lambda group: False)
+        monkeypatch.setattr(submodule("parallel.exchange"), "agrees", lambda group: False)
         cp = kernel.build_cp_context([0, 4 * T], layout=layout)
         q, v, g = torch.randn(1, T, H, D), torch.randn(1, T, HV, D), -torch.ones(1, T, HV)
         call, options = submodule("gdn.call"), (D**-0.5, True, False, False, False, True)
@@ -273,6 +272,60 @@ def test_torch_operations_of_an_eager_call(kernel, monkeypatch, rank, layout):
         with Counted():
             ops.chunk_backward(call.GdnBackward(*tensors, options), cp, transitions, False)
         assert len(seen) <= 16, seen
+    finally:
+        dist.destroy_process_group()
+
+
+def test_kernels_that_fill_a_gpu_run_after_the_exchange(kernel):
+    dist, ops, device = torch.distributed, submodule("gdn.ops_context"), submodule("runtime.device")
+    fake_pg = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    dist.init_process_group("fake", rank=0, world_size=2, store=fake_pg.FakeStore())
+    try:
+        one, two = [kernel.build_cp_context([0, 8], layout=x) for x in ("contiguous", "zigzag")]
+        cpu = torch.device("cpu")
+        assert not ops._fill(one, 64, cpu)  # where there are no multiprocessors
+        with device.pretending(device.Chip("NVIDIA_H200", (9, 0), 132)):
+            assert [ops._fill(one, HV, cpu) for HV in (32, 50, 51, 64)] == [False] * 2 + [True] * 2
+            assert [ops._fill(two, HV, cpu) for HV in (25, 26, 32)] == [False, True, True]
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_what_a_call_like_an_earlier_one_skips(kernel, monkeypatch, grad):
+    """The checks, which other facts, options or modes do not skip."""
+    dist, api = torch.distributed, submodule("gdn.api")
+    fake_pg = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    dist.init_process_group("fake", rank=1, world_size=2, store=fake_pg.FakeStore())
+    checked = []
+    try:
+        monkeypatch.setattr(submodule("parallel.exchange"), "agrees", lambda group: False)
+        real = api._checked
+        monkeypatch.setattr(api, "_checked", lambda *given: (checked.append(1), real(*given))[1])
+        cp = kernel.build_cp_context([0, 8])
+
+        def run(T=4, dtype=torch.float32, cp=cp, **options):
+            q, v, g = torch.randn(1, T, 2, 8), torch.randn(1, T, 2, 8), -torch.rand(1, T, 2)
+            x = [t.to(dtype).requires_grad_(grad) for t in (q, q, v, g, -g)]
+            checked.clear()
+            o, state = kernel.chunk_gated_delta_rule(*x, cp_context=cp, **options)
+            assert o.requires_grad == grad and o.dtype == dtype and o.shape == v.shape
+            assert (state is not None) == options.get("output_final_state", False)
+            return len(checked)
+
+        assert [run(), run(), run()] == [1, 0, 0]
+        assert [run(dtype=torch.bfloat16), run(dtype=torch.bfloat16), run()] == [1, 0, 0]
+        assert [run(output_final_state=True), run(output_final_state=True)] == [1, 0]
+        start = torch.zeros(1, 2, 8, 8)
+        assert [run(initial_state=start), run(initial_state=start), run()] == [1, 0, 0]
+        with pytest.raises(ValueError):
+            run(T=5)
+        assert run(cp=kernel.build_cp_context([0, 8])) == 1
+        monkeypatch.setattr(submodule("parallel.exchange"), "agrees", lambda group: True)
+        monkeypatch.setattr(dist, "all_gather_object", lambda all, own, group: all.__setitem__(
+            slice(None), [own] * len(all)
+        ))  # fmt: skip
+        assert run() == 1  # where processes compare their calls
     finally:
         dist.destroy_process_group()
 

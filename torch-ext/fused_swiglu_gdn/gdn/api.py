@@ -5,6 +5,7 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
+from ..parallel.context import known_call
 from ..runtime.checks import are_flags
 from ..runtime.ops import needs_grad
 from . import checks, ops
@@ -116,6 +117,9 @@ def chunk_gated_delta_rule(
             checks.pool_of_prompts(call, has_initial_state, cp_context)
         tensors = ops.started(tensors, has_initial_state, inplace)
     if cp_context is not None:
+        run = known_call(cp_context, tensors, (*options, *settings))
+        if run is not None:
+            return run(*tensors)
         saves = not recompute and needs_grad(tensors)
         call = GdnCall(*tensors, GdnOptions(*options, save_blocks=saves))
         lengths = lengths_alone(call, cp_context)

@@ -9,13 +9,10 @@ from torch import Tensor
 
 from ..parallel import checks
 from ..parallel.context import CpContext
-from ..parallel.exchange import agreed, agrees
-from ..runtime.cache import CallCache, fast_path_ok
+from ..parallel.exchange import agreed
 from ..runtime.ops import needs_grad
 from .call import GdnCall
-from .ops_context import gdn_chunk_context
-
-_passed = CallCache()  # options as the operator takes them, of calls whose tensors it takes
+from .ops_context import prepare_chunk
 
 
 @torch.compiler.disable
@@ -28,16 +25,11 @@ def chunk_with_context(
     the first collective, so that no rank waits for one that raised.
     """
     checks.is_context(cp)
-    quiet = fast_path_ok() and call.cu_seqlens is None and not agrees(cp.group)
-    kind = (*call.options, *settings, cp.tokens, cp.batch_size, len(cp.pieces))
-    options = _passed.find(call.tensors, kind) if quiet else None
-    if options is not None:
-        made = call._replace(cu_seqlens=cp.lengths_on(call.device), options=options)
-    else:
-        made = _checked(call, cp, lambda x: check(x.tensors, x.options[:-2], settings))
-        if quiet and all(map(operator.is_, call.tensors[:9], made.tensors[:9])):
-            _passed.keep(call.tensors, kind, made.options)
-    return _served(call, made, cp)
+    made = _checked(call, cp, lambda x: check(x.tensors, x.options[:-2], settings))
+    run = _prepared(made, cp, call.v.shape)
+    if call.cu_seqlens is None and all(map(operator.is_, call[:9], made[:9])):
+        cp.keep(call.tensors, (*call.options[:-2], *settings), run)
+    return run(*made.tensors)
 
 
 def _checked(call: GdnCall, cp: CpContext, check: Callable[[GdnCall], GdnCall]) -> GdnCall:
@@ -56,19 +48,25 @@ def _checked(call: GdnCall, cp: CpContext, check: Callable[[GdnCall], GdnCall]) 
     return agreed(make, facts, cp.group, "chunk_gated_delta_rule")
 
 
-def _served(call: GdnCall, made: GdnCall, cp: CpContext) -> Tuple[Tensor, Optional[Tensor]]:
+def _prepared(made: GdnCall, cp: CpContext, shape: torch.Size) -> Callable:
+    """The tensors of checked calls like this one -> o, of this shape, and the states."""
     options = made.options
     v_first, wide = options.state_v_first, torch.promote_types(made.v.dtype, torch.float32)
-    initial = made.initial_state
-    if initial is not None:
-        initial = (initial.mT if v_first else initial).to(wide)
     inner = options._replace(state_v_first=False, output_final_state=True, state_dtype=None)
-    o, states = gdn_chunk_context(made._replace(initial_state=initial, options=inner), cp)
-    o = o if o.shape == call.v.shape else o.view(call.v.shape)
-    if not options.output_final_state:
-        return o, None
-    states = states.mT.contiguous() if v_first else states
-    return o, states.to(options.state_dtype or wide)
+    dtype = options.state_dtype or wide
+    compute = prepare_chunk(cp, inner, needs_grad(made.tensors), made.device)
+
+    def run(q, k, v, g, beta, A_log, dt_bias, initial, *_):
+        if initial is not None:
+            initial = (initial.mT if v_first else initial).to(wide)
+        o, states = compute(q, k, v, g, beta, A_log, dt_bias, initial)
+        o = o if o.shape == shape else o.view(shape)
+        if not options.output_final_state:
+            return o, None
+        states = states.mT.contiguous() if v_first else states
+        return o, states.to(dtype)
+
+    return run
 
 
 def lengths_alone(call: GdnCall, cp: object) -> Optional[Tensor]:

@@ -22,11 +22,13 @@ from torch.autograd.function import once_differentiable
 
 from ..parallel.context import CpContext, Local, Subset
 from ..parallel.exchange import start_all_gather
+from ..runtime.device import is_gpu, multiprocessor_count
 from ..runtime.operation import Operation
-from ..runtime.ops import needs_grad
-from .call import GdnBackward, GdnCall, GdnChain, GdnPieces, GradientOptions
+from .call import GdnBackward, GdnCall, GdnChain, GdnOptions, GdnPieces, GradientOptions
 from .ops_train import CHUNK, GRADIENT, NONE
 from .reference import chain
+
+ROOM = 32  # SMs that the kernel of a collective takes at most
 
 # parts of a call, which ordinary calls compute as well: there is no other definition
 PIECES = Operation("gdn.pieces", "gdn_pieces_fwd", GdnPieces, None, schema=None)
@@ -81,11 +83,24 @@ def _to_fill(cp: CpContext, slots: int, like: Tensor, call: GdnCall) -> Tensor:
     return like.new_empty((slots, call.HV, call.V + (call.K if cp.plan.has_middle else 0), call.K))
 
 
+def _fill(cp: CpContext, HV: int, device: torch.device) -> bool:
+    """True if kernels over the local segments take all SMs of a GPU.
+
+    A collective's kernel that is launched before them then starts when they have ended, and all
+    other ranks wait as long: it must have ended before they start.
+    """
+    if not is_gpu(device):
+        return False
+    return 2 * HV * len(cp.pieces) + ROOM > multiprocessor_count(device.index)
+
+
 def _chained(
     gathered: Tensor, links: Tensor, chained: Subset, given: Optional[Tensor], V: int, back: bool
-) -> Tensor:
+) -> Tuple[Tensor, Callable]:
+    """The states, and the function that has computed them."""
     tensors = (gathered, links, chained.rows, given)
-    return CHAIN.launcher((*tensors, V, back))(*tensors)
+    launch = CHAIN.launcher((*tensors, V, back))
+    return launch(*tensors), launch
 
 
 def _known_states(call: GdnCall, cp: CpContext, here: Local) -> Tensor:
@@ -101,7 +116,19 @@ def _known_states(call: GdnCall, cp: CpContext, here: Local) -> Tensor:
     return start.contiguous()
 
 
-def _to_send(call: GdnCall, cp: CpContext, here: Local, start: Tensor) -> Tuple[Tensor, Callable]:
+class Launches:
+    """The kernels' functions for calls with the same facts, which the first of them has found."""
+
+    __slots__ = ("pieces", "chain")
+
+    def __init__(self):
+        self.pieces: Optional[Callable] = None
+        self.chain: Optional[Callable] = None
+
+
+def _to_send(
+    call: GdnCall, cp: CpContext, here: Local, start: Tensor, known: Launches
+) -> Tuple[Tensor, Callable]:
     """The values to send for the outgoing segments, and a function that finishes the forward.
 
     The function takes the states before all local segments and returns o, the final states and the
@@ -111,43 +138,49 @@ def _to_send(call: GdnCall, cp: CpContext, here: Local, start: Tensor) -> Tuple[
     given = call.initial_state is not None and here.slots is not None
     before = start.mT.contiguous() if given else None
     tensors = (*call.tensors[:7], start, call.cu_seqlens, here.slots, own, before)
-    launch = PIECES.serving(tensors, call.options) if cp.tokens else None
-    if launch is not None:
-        return own, launch(*tensors)
-    known = None if here.incoming.places else _run_here(call, cp, start)
+    if known.pieces is None and cp.tokens:
+        known.pieces = PIECES.serving(tensors, call.options)
+    if known.pieces is not None:
+        return own, known.pieces(*tensors)
+    all_of_it = None if here.incoming.places else _run_here(call, cp, start)
     if outgoing.places:
-        if known is None:
+        if all_of_it is None:
             states = _run(_part(call, outgoing, outgoing.rows_of(start)))[1]
         else:
-            states = outgoing.rows_of(known[1])
+            states = outgoing.rows_of(all_of_it[1])
         own[: len(outgoing.places), :, : call.V] = states.mT
     middle = here.middle.places
     for place, M in zip(middle, _transitions(call, here.middle, start) if middle else ()):
         own[outgoing.places.index(place), :, call.V :] = M.mT
-    return own, lambda start: known or _run_here(call, cp, start)
+    return own, lambda start: all_of_it or _run_here(call, cp, start)
 
 
-def chunk_forward(call: GdnCall, cp: CpContext) -> tuple:
+def chunk_forward(call: GdnCall, cp: CpContext, known: Optional[Launches] = None) -> tuple:
     """o [1, T, HV, V], the state after each segment, and what the backward needs.
 
     That is the state before each segment; M^T [slots, HV, K, K] of the outgoing ones, of those in
     the middle at least, or None where none is; Tb, P, F of the chunks, where the call saves them.
     call: a batch of one whose sequences are the local segments; initial_state is read for segments
-    that start their sequence.
+    that start their sequence. known: of calls with the same facts under this context.
     """
-    start, transitions = call.initial_state, None
+    start, transitions, known = call.initial_state, None, known or Launches()
     if not cp.plan.chains:
         o, states, blocks = _run_here(call, cp, start)
         return o, states, start, None, blocks
     here = cp.here(call.device)
     waits = bool(here.incoming.places)
     start = _known_states(call, cp, here)
-    own, finish = _to_send(call, cp, here, start)
-    exchanged = start_all_gather(own, cp.group, waits)
+    own, finish = _to_send(call, cp, here, start, known)
+    exchanged = start_all_gather(own, cp.group, waits or _fill(cp, call.HV, call.device))
     results = None if waits else finish(start)
     gathered = exchanged()
     if waits:
-        start = _chained(gathered, here.before, here.incoming, call.initial_state, call.V, False)
+        given = call.initial_state
+        if known.chain is not None:
+            start = known.chain(gathered, here.before, here.incoming.rows, given)
+        else:
+            links = (here.before, here.incoming)
+            start, known.chain = _chained(gathered, *links, given, call.V, False)
         results = finish(start)
     if here.middle.places:
         transitions = own[:, :, call.V :].contiguous()
@@ -212,20 +245,21 @@ def chunk_backward(
         return _gradients_here(call, cp)
     here = cp.here(call.device)
     own, call, grads = _to_send_back(call, cp, here, transitions)
+    full = _fill(cp, call.HV, call.device)
     if here.outgoing.places:
         asked = call.d_final_state
         tensors = call._replace(d_final_state=call.initial_state).tensors  # of the same layout
         launch = BEGUN.serving(tensors, call.options)
-        exchanged = start_all_gather(own, cp.group, launch is None)
+        exchanged = start_all_gather(own, cp.group, launch is None or full)
         finish = launch and launch(*tensors)
         links = (here.behind, here.outgoing, asked, call.V, True)
-        d_states = _chained(exchanged(), *links)
+        d_states, _ = _chained(exchanged(), *links)
         if finish is not None:
             grads = finish(d_states)
         else:
             grads = _gradients_here(call._replace(d_final_state=d_states), cp)
     else:
-        exchanged = start_all_gather(own, cp.group)
+        exchanged = start_all_gather(own, cp.group, full)
         grads = grads or _gradients_here(call, cp)
         exchanged()
     *grads, d_start = grads
@@ -234,9 +268,9 @@ def chunk_backward(
 
 class _Chunk(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, cp, options, *tensors):
-        call = GdnCall(*tensors, None, cp.lengths_on(tensors[0].device), options)
-        o, states, start, transitions, blocks = chunk_forward(call, cp)
+    def forward(ctx, cp, options, known, lengths, *tensors):
+        call = GdnCall(*tensors, None, lengths, options)
+        o, states, start, transitions, blocks = chunk_forward(call, cp, known)
         ctx.cp, ctx.options = cp, options
         ctx.save_for_backward(*tensors[:7], start, transitions, *blocks)
         ctx.set_materialize_grads(False)
@@ -249,16 +283,17 @@ class _Chunk(torch.autograd.Function):
         (*tensors, start, transitions), blocks = kept[:9], kept[9:]
         lengths = cp.lengths_on(tensors[0].device)
         do = torch.zeros_like(tensors[2]) if do is None else do
-        q, k, _, g, beta, A_log, dt_bias, _ = wanted = ctx.needs_input_grad[2:]
+        q, k, _, g, beta, A_log, dt_bias, _ = wanted = ctx.needs_input_grad[4:]
         options = GradientOptions(not any((q, k, g, beta, A_log, dt_bias)), *ctx.options)
         call = GdnBackward(*tensors, start, lengths, do, d_states, *(blocks or NONE), options)
         grads = chunk_backward(call, cp, transitions, wanted[-1])
-        return (None, None, *(x if want else None for x, want in zip(grads, wanted)))
+        return (*(None,) * 4, *(x if want else None for x, want in zip(grads, wanted)))
 
 
-def gdn_chunk_context(call: GdnCall, cp: CpContext) -> Tuple[Tensor, Tensor]:
-    """o [1, T, HV, V], and the state after each local segment [pieces, HV, K, V]."""
-    tensors = call.tensors[:8]
-    if needs_grad(tensors):
-        return _Chunk.apply(cp, call.options, *tensors)
-    return chunk_forward(call, cp)[:2]
+def prepare_chunk(cp: CpContext, options: GdnOptions, grad: bool, device: torch.device) -> Callable:
+    """The first eight tensors of a call -> o [1, T, HV, V], and the state after each local segment
+    [pieces, HV, K, V]; for calls with the same facts. grad: a gradient is wanted."""
+    lengths, known = cp.lengths_on(device), Launches()
+    if grad:
+        return lambda *tensors: _Chunk.apply(cp, options, known, lengths, *tensors)
+    return lambda *tensors: chunk_forward(GdnCall(*tensors, None, lengths, options), cp, known)[:2]

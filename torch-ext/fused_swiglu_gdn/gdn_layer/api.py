@@ -5,6 +5,7 @@ from typing import Optional, Tuple, Union
 from torch import Tensor, strided
 
 from ..gdn.reference import common as gdn_common
+from ..parallel.context import known_call
 from ..runtime.checks import may_be_written
 from . import checks
 from .api_context import convolve_with_context, lengths_alone
@@ -47,6 +48,10 @@ def causal_conv1d_fn(
     tensors = (x, weight, bias, seq_idx, cu_seqlens, initial_states)
     options = (activation, return_final_states)
     if cp_context is not None:
+        run = known_call(cp_context, tensors, options)
+        if run is not None:
+            y, final = run(*tensors)
+            return (y, final) if return_final_states else y
         lengths = lengths_alone(tensors, cp_context)
         if lengths is None:
             y, final = convolve_with_context(tensors, options, cp_context)

@@ -11,7 +11,7 @@ from ..parallel.exchange import agreed
 from ..runtime.ops import needs_grad
 from .call import Convolution
 from .checks import causal_conv1d_fn
-from .ops_context import causal_conv1d_context
+from .ops_context import prepare_causal_conv1d
 
 
 def lengths_alone(tensors: tuple, cp: object) -> Optional[Tensor]:
@@ -49,8 +49,11 @@ def convolve_with_context(
         grad = needs_grad(call)
         return f"channels {x.shape[1]}, taps {weight.shape[1]}, {x.dtype}, gradients {grad}"
 
-    y, final = causal_conv1d_context(agreed(make, facts, cp.group, "causal_conv1d_fn"), cp)
-    B, D, T = tensors[0].shape
+    call = agreed(make, facts, cp.group, "causal_conv1d_fn")
+    run, (B, D, T) = prepare_causal_conv1d(call, cp), tensors[0].shape
+    if B == 1 and tensors[4] is None:
+        cp.keep(tensors, options, run)
+    y, final = run(*call.tensors)
     if B > 1:
         y = y.transpose(1, 2).view(B, T, D).transpose(1, 2)
     return y, final

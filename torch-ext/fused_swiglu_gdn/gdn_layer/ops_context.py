@@ -7,7 +7,7 @@ its own tokens. One autograd function contains all of it, for the reason given i
 gdn/ops_context.py.
 """
 
-from typing import List, NamedTuple, Optional, Tuple
+from typing import Callable, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -193,10 +193,14 @@ def conv_backward(cp, history, needs_initial, x, weight, bias, activation, dy, d
     return dx, dweight, dbias, d_history
 
 
-def causal_conv1d_context(call: Convolution, cp: CpContext) -> Tuple[Tensor, Optional[Tensor]]:
-    """y [1, D, T] and the last inputs of each local segment, or None."""
-    x, weight, bias, _, _, initial_states, (activation, has_final) = call
-    args = (cp, activation, has_final, x, weight, bias, initial_states)
+def prepare_causal_conv1d(call: Convolution, cp: CpContext) -> Callable:
+    """The tensors of calls like this one -> y [1, D, T], and the last inputs of each local segment
+    or None."""
+    options = (cp, *call.options)
     if needs_grad(call):
-        return _Convolution.apply(*args)
-    return conv_forward(*args)[:2]
+        return lambda x, weight, bias, _, __, initial: _Convolution.apply(
+            *options, x, weight, bias, initial
+        )
+    return lambda x, weight, bias, _, __, initial: conv_forward(*options, x, weight, bias, initial)[
+        :2
+    ]

@@ -1,12 +1,13 @@
 """CpContext: one rank's view of a batch that is split among several."""
 
 from functools import partial
-from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..runtime.cache import CallCache, fast_path_ok
 from ..runtime.checks import is_int, is_tensor
 from ..runtime.device import from_host
 from . import exchange
@@ -46,6 +47,13 @@ class Local(NamedTuple):
     continued: Tensor  # [pieces, 1, 1, 1], True for incoming ones
 
 
+def known_call(cp: object, tensors: tuple, options: tuple) -> Optional[Callable]:
+    """The function of the tensors of an eager call like one before it under this context, or
+    None."""
+    run = cp.calls.find(tensors, options, True) if type(cp) is CpContext else None
+    return None if run is None or exchange.agrees(cp.group) else run
+
+
 class CpContext:
     """One batch over the ranks of a group, seen from one of them; build_cp_context makes it.
 
@@ -80,12 +88,18 @@ class CpContext:
             self.bounds.append(self.bounds[-1] + piece.length)
         self.tokens = self.bounds[-1]
         self._known: Dict[tuple, object] = {}  # what was made for a device
+        self.calls = CallCache()  # what computes calls that have passed the checks
         self.cu_seqlens = self.lengths_on(device)
         sequences = torch.tensor([p.sequence for p in self.pieces], dtype=torch.int64)
         self.sequences = from_host(sequences, device)
         self.starts_here = self.marks(self.plan.incoming, device)
         self.ends_here = self.marks(self.plan.outgoing, device)
         self.position_ids = from_host(self._positions().view(batch_size, -1), device)
+
+    def keep(self, tensors: tuple, options: tuple, run: Callable) -> None:
+        """Keeps what computes eager calls like this one, which need no checks then."""
+        if fast_path_ok() and not exchange.agrees(self.group):
+            self.calls.keep(tensors, options, run)
 
     def _positions(self) -> Tensor:
         starts = [p.start - self.lengths[p.sequence] for p in self.pieces]

@@ -37,32 +37,44 @@ def prompts(kind: Callable, call) -> Optional[Callable]:
     return on_read(kind, call, 0, 1, 2, lies=lies_for_tma) if fits else None
 
 
-class _Chunked:
-    """The launches for all calls with the same shapes, strides, dtypes and options."""
+class Halves:
+    """The launches of both halves, for all calls with the same shapes, strides, dtypes and
+    options."""
 
     __slots__ = ("prepare", "scan", "saves", "workspace")
 
-    def __init__(self, call: GdnCall):
+    def __init__(self, call, scan: Scan):
         self.prepare = prepare_of(call)
-        self.scan, self.saves = Scan(call), call.options.save_blocks
+        self.scan, self.saves = scan, call.options.save_blocks
         self.workspace = None
         if isinstance(self.prepare, Prepare) and not self.saves:
             arrays = self.prepare.arrays(call.q.dtype)
             self.workspace = Workspace(*arrays, (self.scan.warm, torch.float32))
 
+    def first(self, q, k, g, beta, A_log, dt_bias, cu_seqlens) -> tuple:
+        """Launches the first half; returns its Tb, P, F and decay, the scan's words, those of the
+        blocks that the call saves, or None for each, and what must live until all is launched."""
+        gates = (g, beta, A_log, dt_bias, cu_seqlens)
+        if self.workspace is not None:
+            memory, (*blocks, warm) = self.workspace(q)
+            tb, p, f, decay = blocks
+            self.prepare.kernel(q, k, tb, p, *gates, f, decay)
+            return blocks, warm, (None, None, None), memory
+        blocks = self.prepare(q, k, *gates)
+        saved = blocks[:3] if self.saves else (None, None, None)
+        return blocks, blocks[3].new_empty(self.scan.warm), saved, None
+
+
+class _Chunked(Halves):
+    __slots__ = ()
+
+    def __init__(self, call: GdnCall):
+        super().__init__(call, Scan(call))
+
     def __call__(
         self, q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, cu_seqlens
     ) -> tuple:
-        inputs = (q, k, g, beta, A_log, dt_bias, cu_seqlens)
-        saved = (None, None, None)
         with device.on(q.device):
-            if self.workspace is not None:
-                memory, (*blocks, warm) = self.workspace(q)
-                self.prepare.launch(*inputs, blocks)
-            else:
-                blocks = self.prepare(*inputs)
-                *found, decay = blocks
-                saved = found if self.saves else saved
-                warm = decay.new_empty(self.scan.warm)
+            blocks, warm, saved, memory = self.first(q, k, g, beta, A_log, dt_bias, cu_seqlens)
             results = self.scan(q, k, v, blocks, warm, initial_state, state_indices, cu_seqlens)
         return (*results, *saved)

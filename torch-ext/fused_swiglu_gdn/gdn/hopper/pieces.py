@@ -22,7 +22,7 @@ from ..call import GdnBackward, GdnPieces
 from ..portable.backward import APART, TOKENS
 from ..portable.primitives import on_read
 from .backward import Gradient, gradient_like, is_readable, pass_over_states
-from .chunk import prompts
+from .chunk import Halves, prompts
 from .plan import CAP, REGISTERS, Scan, block_map, computes, prepare_of, token_map
 from .summary import gdn_summary_kernel
 
@@ -37,16 +37,13 @@ def prepare_gdn_pieces_fwd(call: GdnPieces) -> Optional[Callable]:
     return on_dense(prepare, call, "g", "beta", "initial_state", "sent", "start")
 
 
-class _Pieces:
-    """The launches for all calls with the same shapes, strides, dtypes and options."""
-
-    __slots__ = ("prepare", "scan", "summary", "saves")
+class _Pieces(Halves):
+    __slots__ = ("summary",)
 
     def __init__(self, call: GdnPieces):
-        with_m, self.saves = call.sent.shape[2] > call.V, call.options.save_blocks
+        super().__init__(call, Scan(call, behind_prepare=False))
+        with_m = call.sent.shape[2] > call.V
         k, v, T, HV, units = call.k, call.v, call.T, call.HV, call.rows * call.HV
-        self.prepare = prepare_of(call)
-        self.scan = Scan(call, behind_prepare=False)
         self.summary = Launch(
             gdn_summary_kernel,
             call.N * HV * (2 if with_m else 1),
@@ -67,16 +64,15 @@ class _Pieces:
         self, q, k, v, g, beta, A_log, dt_bias, _, cu_seqlens, rows, sent, start
     ) -> Callable:  # fmt: skip
         with device.on(v.device):
-            blocks = self.prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens)
+            blocks, warm, saved, memory = self.first(q, k, g, beta, A_log, dt_bias, cu_seqlens)
             tb, _, f, decay = blocks
             if rows is not None:
                 self.summary(k, v, tb, f, start, sent, rows, cu_seqlens, decay)
 
-        def finish(initial_state: Tensor) -> tuple:
+        def finish(initial_state: Tensor, _of_the_blocks=memory) -> tuple:
             with device.on(v.device):
-                warm = decay.new_empty(self.scan.warm)
                 o, states, _ = self.scan(q, k, v, blocks, warm, initial_state, None, cu_seqlens)
-            return o, states, tuple(blocks[:3]) if self.saves else None
+            return o, states, saved if self.saves else None
 
         return finish
 
