@@ -99,14 +99,9 @@ def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
 
 
 def attention_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cache_seqlens: Optional[Tensor] = None,
-    *,
-    attention_mask: Optional[Tensor] = None,
-    softmax_scale: Optional[float] = None,
-) -> Tensor:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Optional[Tensor] = None,
+    *, attention_mask: Optional[Tensor] = None, softmax_scale: Optional[float] = None,
+) -> Tensor:  # fmt: skip
     """Attention of one token a row over the filled slots of a cache.
 
         out = softmax(q k^T softmax_scale + mask) v    over the slots below cache_seqlens

@@ -209,19 +209,14 @@ def latent_step(
     q: Tensor,  # [B, T, H, N + R]
     kv: Tensor,  # [B, T, C + R]
     norm: Tensor,  # [C]
-    cos: Optional[Tensor],
-    sin: Optional[Tensor],
+    cos: Optional[Tensor], sin: Optional[Tensor],
     latents: Tensor,  # [B, 1, S, C]
     rotated: Tensor,  # [B, 1, S, R]
     weight: Tensor,  # [H * (N + V), C]
     weight_scale: Optional[Tensor],
     length: Tensor,  # []
-    mask: Optional[Tensor],
-    nope: int,
-    scale: float,
-    eps: float,
-    rotary: str,
-) -> Tensor:  # [B, T, H, V]
+    mask: Optional[Tensor], nope: int, scale: float, eps: float, rotary: str,
+) -> Tensor:  # [B, T, H, V]  # fmt: skip
     """latent_norm_rope, T added to the length, and latent_attention; q stays as it is."""
     q = q.clone()
     latent_norm_rope(q, kv, norm, cos, sin, latents, rotated, length, eps, rotary)
@@ -245,13 +240,9 @@ def qk_norm_rope_bwd(
     dq: Tensor,  # [B, T, HQ, D]
     dk: Tensor,  # [B, T, HK, D]
     q: Optional[Tensor],  # [B, T, HQ, D], where q_weight is given; likewise k
-    k: Optional[Tensor],
-    cos: Optional[Tensor],
-    sin: Optional[Tensor],
-    q_weight: Optional[Tensor],
-    k_weight: Optional[Tensor],
-    *fields,
-) -> Tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:
+    k: Optional[Tensor], cos: Optional[Tensor], sin: Optional[Tensor], q_weight: Optional[Tensor],
+    k_weight: Optional[Tensor], *fields,
+) -> Tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:  # fmt: skip
     """The gradients of q, k and the weights. fields: of QkOptions."""
     options = QkOptions(*fields)
     turn = _by_channels(cos, sin, options.interleaved), options.interleaved, True

@@ -89,14 +89,9 @@ def linear_loss_fwd(
     weight: Tensor,  # [V, H]
     bias: Optional[Tensor],  # [V]
     target: Tensor,  # [M]
-    ignore_index: int,
-    mean: bool,
-    smoothing: float,
-    z_loss: float,
-    scale: float,
-    softcap: float,
+    ignore_index: int, mean: bool, smoothing: float, z_loss: float, scale: float, softcap: float,
     *more,
-) -> tuple:
+) -> tuple:  # fmt: skip
     """The loss [], the number of targets that count [], and what kernels keep for the gradient:
     zeros, for the gradient below is made of the arguments."""
     own, lse, mean_of_logs, _, counts = _of_rows(
@@ -130,12 +125,8 @@ def token_log_probs_fwd(
     weight: Tensor,  # [V, H]
     bias: Optional[Tensor],  # [V]
     target: Tensor,  # [M]
-    ignore_index: int,
-    scale: float,
-    softcap: float,
-    more: bool,
-    *_,
-) -> tuple:
+    ignore_index: int, scale: float, softcap: float, more: bool, *_,
+) -> tuple:  # fmt: skip
     """log_prob, lse, and with more mean and entropy [M]: zeros where a target does not count."""
     *found, counts = _of_rows(hidden, weight, bias, target, ignore_index, scale, softcap)
     found = [torch.where(counts, x, 0.0) for x in found]

@@ -31,19 +31,12 @@ _looking = threading.RLock()
 
 
 def kernelize(
-    model: nn.Module,
-    mode=None,
-    *,
-    only: Optional[Sequence[str]] = None,
-    skip: Optional[Sequence[str]] = None,
-    loss: Union[bool, str] = False,
-    cuda_graphs: bool = False,
-    training_graphs: bool = False,
-    replay: int = 0,
-    cp_group=None,
-    cp_attention: bool = True,
+    model: nn.Module, mode=None,
+    *, only: Optional[Sequence[str]] = None, skip: Optional[Sequence[str]] = None,
+    loss: Union[bool, str] = False, cuda_graphs: bool = False, training_graphs: bool = False,
+    replay: int = 0, cp_group=None, cp_attention: bool = True,
     trust: Sequence[type] = (),
-) -> Report:
+) -> Report:  # fmt: skip
     """Replaces the forwards of modules that our layers and fused_experts compute.
 
     These are MLPs, norms, attention modules, decoder layers, Gated DeltaNet layers and modules of

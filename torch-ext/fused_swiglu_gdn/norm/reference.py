@@ -23,12 +23,8 @@ def rms_norm_fwd(
     x: torch.Tensor,  # [..., D]
     weight: Optional[torch.Tensor],  # [D]
     residual: Optional[torch.Tensor],  # [..., D]
-    eps: float,
-    casting_mode: str,
-    offset: float,
-    after: bool = False,
-    keep: bool = False,
-) -> Tuple[torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:
+    eps: float, casting_mode: str, offset: float, after: bool = False, keep: bool = False,
+) -> Tuple[torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:  # fmt: skip
     """y [..., D], x + residual [..., D] or None, 1 / sqrt(mean(x^2) + eps) [...] or None.
 
     after: y + residual and None instead.

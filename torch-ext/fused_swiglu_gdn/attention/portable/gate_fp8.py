@@ -22,15 +22,13 @@ def _sigmoid_gate_quantise_kernel(
     gate_ptr,  # [M, HQ, D]
     q_ptr,  # [P, HQ D] e4m3
     s_ptr,  # [HQ D / 128, P] fp32
-    M,
-    P,
+    M, P,
     x_strides,  # of a token, a head
     gate_strides,
-    COLUMNS: tl.constexpr,
-    GROUPS: tl.constexpr,
+    COLUMNS: tl.constexpr, GROUPS: tl.constexpr,
     PDL: tl.constexpr,  # it may begin before what it follows has ended
     D: tl.constexpr,
-):
+):  # fmt: skip
     """x sigmoid(gate) in fp32, rounded to bf16 and quantised."""
     row, group, offs = columns_of_row(GROUPS, PDL)
     mask = (offs < COLUMNS) & (row < M)

@@ -268,19 +268,11 @@ def _finish_parts_kernel(
     s_ptr,  # as in `absorbed`
     len_ptr,  # [], to which NEW is added, or None
     y_ptr,  # [M, H, V]
-    M,
-    SPLITS,
-    H: tl.constexpr,
-    N: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    NEW: tl.constexpr,
+    M, SPLITS,
+    H: tl.constexpr, N: tl.constexpr, V: tl.constexpr, C: tl.constexpr, NEW: tl.constexpr,
     PARTS: tl.constexpr,  # SPLITS, rounded up to a power of two
-    BLOCK_P: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    BLOCK_P: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """combine_kernel and _finish_kernel of BLOCK_V channels of one head's values of one token.
 
     A part without slots is known by its maximum: its sums, which were not written, are loaded and

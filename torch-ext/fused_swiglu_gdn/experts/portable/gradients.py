@@ -218,12 +218,8 @@ def gate_gradient(
     routing: Routing,
     d_gate_up: torch.Tensor,  # [.., 2 I] by places, filled
     wz: Optional[torch.Tensor],  # [.., I] by places, filled
-    needs_weights: bool,
-    activation: str,
-    limit: Optional[float],
-    interleaved: bool,
-    config: dict,
-) -> Optional[torch.Tensor]:  # [.., PARTS] fp32 by places
+    needs_weights: bool, activation: str, limit: Optional[float], interleaved: bool, config: dict,
+) -> Optional[torch.Tensor]:  # [.., PARTS] fp32 by places  # fmt: skip
     """Fills d_gate_up and w z; returns the parts of dw if they are needed."""
     (buffer, T, K, E, height), (_, H, I) = routing, w_down.shape
     BN, BK = config["BLOCK_N"], config["BLOCK_K"]

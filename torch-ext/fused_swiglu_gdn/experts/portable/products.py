@@ -214,14 +214,11 @@ def up(
     x: torch.Tensor,  # [T, H]
     w_gate_up: torch.Tensor,  # [E, 2 I, H]
     bias: Optional[torch.Tensor],  # [E, 2 I]
-    interleaved: bool,
-    routing: Routing,
+    interleaved: bool, routing: Routing,
     z: Optional[torch.Tensor],  # [.., I] by places, filled
     gate_up: Optional[torch.Tensor],  # [S, 2 I], filled
-    activation: str,
-    limit: Optional[float],
-    config: dict,
-) -> None:
+    activation: str, limit: Optional[float], config: dict,
+) -> None:  # fmt: skip
     (buffer, T, K, E, height), H, I = routing, x.shape[1], w_gate_up.shape[1] // 2
     BN, BK = config["BLOCK_N"], config["BLOCK_K"]
     tiles = routing.tiles * -(-I // BN)

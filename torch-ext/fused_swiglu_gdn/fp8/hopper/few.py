@@ -81,14 +81,10 @@ class Few:
         )  # fmt: skip
 
     def __call__(
-        self,
-        codes: torch.Tensor,
-        scales: torch.Tensor,
-        weights: Tensors,
-        w_scales: Tensors,
+        self, codes: torch.Tensor, scales: torch.Tensor, weights: Tensors, w_scales: Tensors,
         added: Optional[torch.Tensor] = None,  # where K is cut
         parts: Optional[RawPointer] = None,  # memory for parts of K
-    ) -> List[torch.Tensor]:
+    ) -> List[torch.Tensor]:  # fmt: skip
         if self.e8m0:
             w_scales = as_bytes(w_scales)
         tensors = (codes, scales, *weights, *self.missing, *w_scales, *self.missing)

@@ -46,34 +46,17 @@ def few_kernel(
     x_ptr,  # [P, K] e4m3
     x_scale_ptr,  # [ceil(K / 128), P]
     w0_ptr,  # [rows0, K] e4m3; None for weights behind the last one, and their scales
-    w1_ptr,
-    w2_ptr,
-    w3_ptr,
-    w4_ptr,
-    w5_ptr,
+    w1_ptr, w2_ptr, w3_ptr, w4_ptr, w5_ptr,
     s0_ptr,  # [ceil(rows0 / 128), ceil(K / 128)] fp32, or uint8 for e8m0
-    s1_ptr,
-    s2_ptr,
-    s3_ptr,
-    s4_ptr,
-    s5_ptr,
+    s1_ptr, s2_ptr, s3_ptr, s4_ptr, s5_ptr,
     y_ptr,  # [M, N], or [PARTS, M, N] fp32
-    M,
-    N,
-    P,
-    rows0,
-    rows1,
-    rows2,
-    rows3,
-    rows4,
-    rows5,
-    K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    M, N, P, rows0, rows1, rows2, rows3, rows4, rows5,
+    K: tl.constexpr, BLOCK_M: tl.constexpr,
     ROWS: tl.constexpr,  # of a weight that a program takes: they share a block of scales
     STEPS: tl.constexpr,  # 1 or 2 products are on their way at once
     PARTS: tl.constexpr,
     PDL: tl.constexpr,  # it may begin before what it follows has ended
-):
+):  # fmt: skip
     """y = x [W_0; W_1; ...]^T of one part of K."""
     blocks: tl.constexpr = (K + _BLOCK - 1) // _BLOCK
     share: tl.constexpr = (blocks + PARTS - 1) // PARTS
@@ -135,13 +118,9 @@ def few_gate_kernel(
     up_scale_ptr,
     z_ptr,  # [P, N] e4m3
     z_scale_ptr,  # [ceil(N / 128), P]
-    M,
-    P,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    M, P,
+    N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """z = silu(x Wg^T) * (x Wu^T) of 128 columns, rounded to bf16 as often as torch's operations
     are, quantised. Rows of z past M are not written."""
     steps: tl.constexpr = (K + _BLOCK - 1) // _BLOCK

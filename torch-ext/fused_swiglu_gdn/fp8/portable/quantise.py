@@ -92,14 +92,12 @@ def _silu_mul_quantise_kernel(
     up_ptr,  # [M, N]
     q_ptr,  # [P, N] e4m3
     s_ptr,  # [ceil(N / 128), P] fp32
-    M,
-    P,
+    M, P,
     stride_gate,  # of a row
     stride_up,
-    N: tl.constexpr,
-    GROUPS: tl.constexpr,
+    N: tl.constexpr, GROUPS: tl.constexpr,
     PDL: tl.constexpr,  # as above
-):
+):  # fmt: skip
     """silu(gate) * up, rounded to bf16 twice as torch's two operations do, quantised."""
     row, group, offs = columns_of_row(GROUPS, PDL)
     mask = (offs < N) & (row < M)
