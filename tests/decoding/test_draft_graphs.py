@@ -24,7 +24,7 @@ loop = submodule("decoding.draft_loop")
 MODELS = ["llama", "gemma2", "qwen3_5_text", "olmo_hybrid", "qwen3_5_moe_text", "kimi_linear"]
 
 
-class Oracle(submodule("decoding.lookup").Drafter):
+class Oracle(submodule("decoding.drafters").Drafter):
     """Drafts the tokens that will come, but for one at a place of each round."""
 
     truth, wrong = [], None
@@ -446,7 +446,7 @@ def test_what_is_left_to_transformers(kernel, rounds, device):
 
 
 def test_lookup():
-    lookup = submodule("decoding.lookup")
+    lookup = submodule("decoding.drafters")
     found = lookup.Lookup(4)
     for token in (1, 2, 3, 1, 2, 4, 5, 1, 2):
         found.add(token)
@@ -461,7 +461,7 @@ def test_lookup():
 
 def test_pace():
     """Drafts rest after 8 rounds that do not pay, and twice as long when 4 more do not, either."""
-    pace, drafter = submodule("decoding.lookup").Pace(), SimpleNamespace(drafts=lambda: [3, 4])
+    pace, drafter = submodule("decoding.drafters").Pace(), SimpleNamespace(drafts=lambda: [3, 4])
     rests = []
     for rounds in (8, 4, 4):
         for _ in range(rounds):
@@ -493,7 +493,7 @@ def test_weights_that_are_read():
     """Embeddings are not, and of experts those that are chosen: more by several tokens."""
 
     def read(model, tokens=1):
-        return submodule("decoding.lookup").Weights(model).read(tokens)
+        return submodule("decoding.drafters").Weights(model).read(tokens)
 
     dense, model = tiny("qwen3_5_text", "cpu"), tiny("qwen3_5_moe_text", "cpu")
     count = sum(x.numel() for x in dense.parameters()) - dense.model.embed_tokens.weight.numel()

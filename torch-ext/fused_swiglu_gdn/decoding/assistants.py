@@ -25,9 +25,9 @@ from .caches import (
     why_not_cache,
 )  # fmt: skip
 from .choosing import Choice
+from .drafters import MOST, Drafter, NotServed, Weights
 from .graph_rules import PREPARE, why_not_model
 from .inputs import IDS, Following, following
-from .lookup import MOST, Drafter, NotServed, Weights
 from .reading import Reader
 from .rounds import RowChoice
 

@@ -26,10 +26,10 @@ from .caches import (
 )  # fmt: skip
 from .capture import Graph
 from .choosing import choice_of
+from .drafters import MOST, Drafter, Lookup, NotServed, Pace, Weights
 from .graph_rules import why_not_model, why_not_now
 from .graphs import decoding_of
 from .late import EOS, UTILS, Criteria, Draws
-from .lookup import MOST, Drafter, Lookup, NotServed, Pace, Weights
 from .mtp import Mtp, MtpRounds
 from .reading import Reader, last_hidden
 from .rounds import Round, RowChoice

@@ -18,9 +18,9 @@ from torch import nn
 
 from .caches import CACHES, cache_among, is_empty, is_of, named_like
 from .draft_loop import HELPERS, drafted
+from .drafters import MOST, NotServed
 from .graph_rules import PREPARE
 from .late import LOOP, is_own
-from .lookup import MOST, NotServed
 from .mtp import Mtp, MtpDrafts
 from .rows import keeping
 

@@ -24,7 +24,7 @@ from ..layers.plain import parameters_of
 from ..layers.projections import linear, projections
 from .caches import CACHES, cache_name
 from .choosing import Choice
-from .lookup import Drafter, Weights
+from .drafters import Drafter, Weights
 from .reading import inner_of
 from .rounds import RowChoice
 

@@ -24,10 +24,10 @@ import torch
 
 from .capture import Graph
 from .choosing import LEAST, Choice, Choosing
+from .drafters import Drafter
 from .graph_rules import why_not_model, why_not_now
 from .graphs import Replayed, say
 from .inputs import IDS, Following, following, mapped
-from .lookup import Drafter
 from .reading import Reader, last_hidden
 from .rows import TakesBack
 

@@ -8,7 +8,7 @@ from typing import Any, Dict, Mapping, Union
 import torch
 from torch import nn
 
-from ..decoding.lookup import MOST
+from ..decoding.drafters import MOST
 from ..decoding.mtp import Mtp
 from ..decoding.reading import inner_of
 from ..layers.plain import named_modules, served_as
