@@ -68,13 +68,8 @@ def norm_form(module: nn.Module) -> NormForm:
 def _eps_among(module: nn.Module, values: dict) -> Optional[str]:
     """The attribute that is eps: the only number that the forward reads, or the one with that
     name."""
-    floats, named = [], []
-    for name, value in values.items():
-        if isinstance(value, float) and name in module.__dict__:
-            floats.append(name)
-            if "eps" in name:
-                named.append(name)
-    found = named or floats
+    floats = [n for n, v in values.items() if type(v) is float and n in module.__dict__]
+    found = [name for name in floats if "eps" in name] or floats
     return found[0] if len(found) == 1 else None
 
 
