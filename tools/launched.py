@@ -802,13 +802,13 @@ def _fp8_dequantise(kernel, N, K):
 calls(_fp8_dequantise, "fp8 dequantise", {"": dict(N=14336, K=4096), "odd": dict(N=400, K=1152)})
 
 
-def _fp8_few(kernel, M, K=4096, rows=(14336, 14336), down=0, known=True, e8m0=False):
+def _fp8_few(kernel, M, K=4096, rows=(14336, 14336), down=0, plain=(), known=True, e8m0=False):
     ops = submodule("fp8.ops")
     weights = [values(n, K, dtype=E4M3) for n in rows]
     weights += [values(down, rows[0], dtype=E4M3)] if down else []
     scales = [values(*(-(-n // 128) for n in w.shape), dtype=FP32).abs() for w in weights]
     x = values(M, K)
-    biases = (None,) * len(weights)
+    plain, biases = tuple(values(n, K) for n in plain), (None,) * len(weights)
     if e8m0:
         scales = [scale.to(torch.float8_e8m0fnu) for scale in scales]
 
@@ -822,7 +822,7 @@ def _fp8_few(kernel, M, K=4096, rows=(14336, 14336), down=0, known=True, e8m0=Fa
         if down:
             tensors = (*weights, *scales, *(None,) * 3, x, *(codes or (None, None)), None)
             return ops.MLP(tensors, ((M,), True))
-        return ops.products((M,), [*zip(weights, scales, biases)], x, codes)
+        return ops.products((M,), [*zip(weights, scales, biases)], x, codes, plain)
 
     return run
 
@@ -842,6 +842,7 @@ calls(_fp8_norm, "fp8 norm", {
 for M in (1, 32, 64):
     calls(_fp8_few, f"fp8 few, M {M}", {
         "MLP": dict(down=4096), "qkv": dict(rows=(4096, 1024, 1024)), "one": dict(rows=(2048,)),
+        "beside bf16": dict(K=2560, rows=(8192, 4096), plain=(32, 32)),
         "quantised": dict(rows=(2048,), known=False),
     }, M=M)  # fmt: skip
 calls(_fp8_few, "fp8 few", {

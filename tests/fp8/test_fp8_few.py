@@ -27,10 +27,10 @@ def weights_of(rows, K, device="cpu", seed=0) -> tuple:
     return tuple(tuple(x.to(device) for x in part) for part in made)
 
 
-def products(codes, lead, weights, scales, x=None):
-    """By the kernels, side by side, or None."""
+def products(codes, lead, weights, scales, plain=(), x=None):
+    """By the kernels, side by side, or None. plain: weights in bf16, by which x is multiplied."""
     absent, codes = ABSENT[len(weights) :], (None, None) if codes is None else codes
-    tensors = (*weights, *absent, *scales, *absent, x, *codes)
+    tensors = (*weights, *absent, *scales, *absent, x, *codes, *plain, *ABSENT[: 2 - len(plain)])
     lead = (lead,) if isinstance(lead, int) else lead
     found = prepared(hopper, "products_fwd", calls.Products, *tensors, lead)
     return found if found is None else torch.cat(found, -1)
@@ -100,8 +100,43 @@ def test_a_first_call_compiles_in_threads():
             residual = tokens(1, H) if added else None
             fields = (*weights, down, *scales, down_scale, *ABSENT[:3], None, *codes, residual)
             assert ops.MLP.serving(fields, ((1,), True)).together is together, (H, added)
-        fields = (*weights, *ABSENT[2:], *scales, *ABSENT[2:], None, *codes)
+        fields = (*weights, *ABSENT[2:], *scales, *ABSENT[2:], None, *codes, None, None)
         assert ops.PRODUCTS.serving(fields, ((1,),)).together
+
+
+@wherever_kernels_run
+def test_plain_weights(device):
+    """Weights in bf16 behind those in FP8, in the same launch: each as by itself, whatever stands
+    beside; in fp32 for the interpreter, which multiplies bf16 wrongly."""
+    needs_hopper(device)
+    dtype, whole = torch.bfloat16 if device == "cuda" else torch.float32, None
+    for rows, others, K in (((272, 64), (32, 48), 640), ((128,), (3,), 1152)):
+        weights, scales = weights_of(rows, K, device)
+        plain = [tokens(n, K, device=device, seed=n).mul(K**-0.5).to(dtype) for n in others]
+        x = tokens(64, K, device=device)
+        exact = torch.cat([x.double() @ p.double().t() for p in plain], 1)
+        for M in (64, 1, 17, 33):
+            product = submodule(few_module).Few(x.device, (M,), K, rows, plain=others)
+            some = x[:M].contiguous().to(dtype)
+            more = some, plain[0], plain[-1]
+            found = product(*reference.quantise_fwd(x[:M]), weights, scales, more)
+            y = torch.cat(found, 1)
+            whole = y if M == 64 else whole
+            assert y.shape == (M, sum(rows) + sum(others)) and torch.equal(y, whole[:M]), (rows, M)
+        assert torch.equal(whole[:, : sum(rows)], few(x, weights, scales))
+        assert relative_error(whole[:, sum(rows) :], exact) < 4e-3
+
+
+@interpreted
+def test_plain_weights_that_are_served():
+    weights, scales = weights_of((128,), 256)
+    x, plain = tokens(3, 256), (tokens(32, 256), tokens(8, 256))
+    codes = reference.quantise_fwd(x)
+    assert products(codes, 3, weights, scales, plain, x).shape == (3, 168)
+    for bad in ((plain[0].half(),), (plain[0][:, 1:],), (plain[0][0],), (plain[0][:0],)):
+        assert products(codes, 3, weights, scales, bad, x) is None
+    assert products(codes, 3, weights, scales, plain, tokens(4, 256)) is None
+    assert ops.products((3,), [*zip(weights, scales, ABSENT)], x, codes, plain[:1] * 3) is None
 
 
 @interpreted

@@ -85,7 +85,7 @@ def test_inputs_from_outside_of_inference_mode(kernel, monkeypatch):
 
 
 def test_projections_that_are_no_fp8(kernel, monkeypatch):
-    """Of Gated DeltaNet: those in FP8 in one launch, and those in bf16 of few tokens in another."""
+    """Of Gated DeltaNet: those in FP8 and those in bf16 in one launch, of one token in two."""
     calls = fp8_problems.stand_in(monkeypatch)
     model = fp8_problems.tiny_qwen3_5()
     layer = model.model.layers[0].linear_attn
@@ -94,7 +94,7 @@ def test_projections_that_are_no_fp8(kernel, monkeypatch):
     assert [type(part) is torch.nn.Linear for part in parts] == [False, False, True, True]
     projections, few = submodule("layers.projections").projections, {"products_fwd": 1}
     both = {**few, "project_fwd": 1}
-    for M, some, launches in ((1, parts, both), (64, parts, both), (5, parts[1:3], both),
+    for M, some, launches in ((1, parts, both), (64, parts, few), (5, parts[1:3], few),
                               (65, parts, few)):  # fmt: skip
         x = torch.randn(M, 1, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
         with torch.no_grad():
@@ -108,6 +108,13 @@ def test_projections_that_are_no_fp8(kernel, monkeypatch):
             assert (y - other).abs().max() <= 2**-6 * other.abs().max()
     with dispatch.force("reference"):
         assert projections(x[:3], *parts)[2].grad_fn is not None  # of the weight, which learns
+    beside = submodule("layers.fp8.linear")._beside
+    with torch.no_grad():
+        assert list(beside(x, parts)) == [2, 3]
+        with torch.autocast("cpu", torch.float16):
+            assert not beside(x, parts)  # in another dtype
+        layer.in_proj_a.register_forward_hook(lambda *_: None)
+        assert not beside(x, parts)
 
 
 @pytest.mark.parametrize("hooked", [False, True])

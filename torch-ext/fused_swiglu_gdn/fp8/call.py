@@ -10,7 +10,9 @@ from ..runtime.call import NoOptions, call
 
 BLOCK = 128  # columns, and rows of a weight, that share a scale
 MOST = 64  # tokens that have products of their own: from 65 on the product is cuBLAS's
+MAX_PLAIN = 2  # weights in bf16 beside those in FP8
 ROWS = 16  # the product takes a multiple of so many
+PLAIN_ROWS = 32  # of a weight in bf16 that a program takes
 LEAST = 1e-4  # the least magnitude that a scale is made of
 E8M0 = getattr(torch, "float8_e8m0fnu", None)  # powers of two of one byte
 SCALES = (torch.float32,) if E8M0 is None else (torch.float32, E8M0)  # of weights
@@ -104,7 +106,8 @@ class ProductsOptions(NamedTuple):
 
 @call
 class Products(NamedTuple):
-    """Products of M tokens by up to MAX_WEIGHTS weights (projection/call.py)."""
+    """Products of M tokens by up to MAX_WEIGHTS weights (projection/call.py), and of up to MOST
+    tokens by up to MAX_PLAIN in bf16."""
 
     w0: Tensor  # [N_i, K] e4m3, as all of them
     w1: Optional[Tensor]
@@ -118,9 +121,11 @@ class Products(NamedTuple):
     s3: Optional[Tensor]
     s4: Optional[Tensor]
     s5: Optional[Tensor]
-    x: Optional[Tensor]  # [..., K] bf16, where there are no codes
+    x: Optional[Tensor]  # [..., K] bf16, for weights in bf16, and where there are no codes
     codes: Optional[Tensor]  # [P, K] e4m3
     scales: Optional[Tensor]  # [P, ceil(K / BLOCK)]
+    p0: Optional[Tensor]  # [N_i, K] bf16, as both of them
+    p1: Optional[Tensor]
     options: ProductsOptions
 
 

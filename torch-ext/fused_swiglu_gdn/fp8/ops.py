@@ -28,19 +28,20 @@ def products(
     weights: Sequence[Weight],
     x: Optional[Tensor] = None,
     codes: Optional[calls.Quantised] = None,
+    plain: tuple = (),
 ) -> Optional[Sequence[Tensor]]:
-    """The products of tokens of the shape `lead` with each of the weights, [*lead, N_i] bf16, or
-    None where nothing computes them. codes: x in FP8, if that is known. All weights begin at
-    multiples of 16 bytes; they get no gradient."""
+    """The products of tokens of the shape `lead` with each of the weights, [*lead, N_i] bf16, and
+    behind them those of x with weights in bf16. codes: x in FP8, if that is known. None where
+    nothing computes it. All weights begin at multiples of 16 bytes; they get no gradient."""
     if torch.is_grad_enabled():  # they may say that they need one
         with torch.no_grad():
-            return products(lead, weights, x, codes)
-    if len(weights) > MAX_WEIGHTS:
+            return products(lead, weights, x, codes, plain)
+    if len(weights) > MAX_WEIGHTS or len(plain) > calls.MAX_PLAIN:
         return None
     tensors, scales, biases = zip(*weights)
-    absent = ABSENT[len(weights) :]
-    given = (x, None, None) if codes is None else (None, *codes)
-    found = PRODUCTS((*tensors, *absent, *scales, *absent, *given), (lead,))
+    absent, missing = ABSENT[len(weights) :], (None,) * (calls.MAX_PLAIN - len(plain))
+    given = (x, None, None) if codes is None else (x if plain else None, *codes)
+    found = PRODUCTS((*tensors, *absent, *scales, *absent, *given, *plain, *missing), (lead,))
     if found is not None:
         for bias, y in zip(biases, found):
             if bias is not None:

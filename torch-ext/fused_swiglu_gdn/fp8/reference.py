@@ -68,11 +68,13 @@ def multiply_fwd(
 
 def products_fwd(*given) -> List[torch.Tensor]:
     """The fields of a call of Products -> the products with all weights, [*lead, N_i] each."""
-    *tensors, x, codes, scales, lead = given
+    *tensors, x, codes, scales, p0, p1, lead = given
     half = len(tensors) // 2
-    tokens, pairs = _tokens(x, codes, scales), zip(tensors[:half], tensors[half:])
+    tokens = _tokens(x, codes, scales)
+    pairs = zip(tensors[:half], tensors[half:])
     found = [multiply_fwd(w, s, tokens) for w, s in pairs if w is not None]
-    return [y.resize_((*lead, y.shape[1])) for y in found]  # the tokens' rows, no views
+    found = [y.resize_((*lead, y.shape[1])) for y in found]  # the tokens' rows, no views
+    return [*found, *(F.linear(x, p) for p in (p0, p1) if p is not None)]
 
 
 def _tokens(x, codes, scales) -> Quantised:

@@ -21,9 +21,9 @@ def projections(
     """linear(x [..., K]) for each linear.
 
     A few tokens take one launch, if reading the weights is equivalent; it overlaps the previous
-    one's end. For FP8Linears x is quantised once; others beside them take a launch of their own.
-    eager: the caller knows that torch is in eager mode, and unpatched. together: None where each
-    would be called by itself.
+    one's end. For FP8Linears x is quantised once; others beside them are part of the launch of a
+    few tokens, and of one token a launch of their own. eager: the caller knows that torch is in
+    eager mode, and unpatched. together: None where each would be called by itself.
     """
     plain = type(linears[0]) is nn.Linear
     found = parameters_of(*linears) if plain and (eager or torch_unpatched()) else None
@@ -35,7 +35,12 @@ def projections(
         found = fp8.project(x, linears, eager)
         if found is not None:
             rest = [linear for linear, y in zip(linears, found) if y is None]
-            others = iter(projections(x, *rest, eager=eager) if rest else ())
+            if not rest:
+                return found
+            if len(rest) > 1 and x.numel() == x.shape[-1]:
+                others = iter(projections(x, *rest, eager=eager))
+            else:
+                others = (linear(x) for linear in rest)
             return [next(others) if y is None else y for y in found]
     if lora.FORMS and lora.is_step(linears[0]):
         found = lora.projections(x, linears, projections)

@@ -16,7 +16,7 @@ from ...projection.portable.project import add_parts_kernel
 from ...runtime import device, tuning
 from ...runtime.launch import Launch
 from ...runtime.maps import Map, RawPointer
-from ..call import BLOCK, as_bytes, blocks_of, padded
+from ..call import BLOCK, MAX_PLAIN, PLAIN_ROWS, as_bytes, blocks_of, padded
 from ..portable.quantise import gate_launch
 from .few_products import few_gate_kernel, few_kernel
 
@@ -41,18 +41,18 @@ class Few:
     """(codes, scales, weights, their scales) -> the products [*lead, N_i] of M tokens, views of one
     tensor.
 
-    rows: the numbers N_i of the weights' rows. whole: K is not cut. e8m0: scales of the weights
-    are. floats: how many fp32 the parts of K have.
+    rows, plain: the numbers N_i of the weights' rows, and of those in bf16. whole: K is not cut.
+    e8m0: scales of the weights are. floats: how many fp32 the parts of K have.
     """
 
     __slots__ = ("sizes", "make", "make_parts", "missing", "product", "add", "e8m0", "floats")
 
     def __init__(
         self, where: torch.device, lead: tuple, K: int, rows: Tuple[int, ...], whole: bool = False,
-        e8m0: bool = False,
+        plain: Tuple[int, ...] = (), e8m0: bool = False,
     ):  # fmt: skip
-        M, self.sizes = math.prod(lead), list(rows)
-        width, missing = sum(rows), MAX_WEIGHTS - len(rows)
+        M, self.sizes = math.prod(lead), [*rows, *plain]
+        width, missing = sum(self.sizes), MAX_WEIGHTS - len(rows)
         self.missing, shape = (None,) * missing, (*lead, width)
         empty = functools.partial(torch.empty_strided, device=where)
         strides = torch.empty(shape, device="meta").stride()
@@ -68,9 +68,10 @@ class Few:
             self.floats = parts * size
             self.make_parts = functools.partial(empty, (parts, size), (size, 1), **fp32)
         steps = math.gcd(config["STEPS"], -(-blocks // parts), blocks)
+        tiles += sum([-(-n // PLAIN_ROWS) for n in plain])
+        sizes = (*rows, *(0,) * missing, *plain, *(0,) * (MAX_PLAIN - len(plain)))
         self.product = Launch(
-            few_kernel, (tiles, parts), where,
-            numbers=(M, width, padded(M), *rows, *(0,) * missing),
+            few_kernel, (tiles, parts), where, numbers=(M, width, padded(M), *sizes),
             constexprs=(K, _tokens(M), height, steps, parts, pdl),
             options=tuple((name, config[name]) for name in ("num_warps", "num_stages")),
             guarded=True, early=pdl,
@@ -82,12 +83,13 @@ class Few:
 
     def __call__(
         self, codes: torch.Tensor, scales: torch.Tensor, weights: Tensors, w_scales: Tensors,
+        plain: Tensors = (None, None, None),  # x in bf16, and weights in bf16
         added: Optional[torch.Tensor] = None,  # where K is cut
         parts: Optional[RawPointer] = None,  # memory for parts of K
     ) -> List[torch.Tensor]:  # fmt: skip
         if self.e8m0:
             w_scales = as_bytes(w_scales)
-        tensors = (codes, scales, *weights, *self.missing, *w_scales, *self.missing)
+        tensors = (codes, scales, *weights, *self.missing, *w_scales, *self.missing, *plain)
         y = self.make()
         if self.make_parts is None:
             self.product(*tensors, y)

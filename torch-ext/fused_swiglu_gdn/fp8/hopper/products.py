@@ -33,19 +33,21 @@ from .few import Few, gate_of_products, gated
 from .multiply import prepare_multiply_fwd
 
 
-def _product(lead: tuple, K: int, weights: Sequence, scales: Sequence) -> Optional[Callable]:
+def _product(
+    lead: tuple, K: int, weights: Sequence, scales: Sequence, plain: Sequence = ()
+) -> Optional[Callable]:
     """A function like Few: of tokens in FP8, weights and their scales that gives all products."""
     where, M = weights[0].device, math.prod(lead)
     if not (0 < M and 0 < K and K % ROWS == 0) or not all([w.device == where for w in weights]):
         return None
     if M > MOST:
-        return _of_many(lead, weights, scales)
+        return None if plain else _of_many(lead, weights, scales)
     if device.is_gpu(where) and not device.has_wgmma(where):
         return None
     if not all([is_scaled(w, s) and w.shape[1] == K for w, s in zip(weights, scales)]):
         return None
-    rows = tuple([w.shape[0] for w in weights])
-    return Few(where, lead, K, rows, e8m0=E8M0 in [s.dtype for s in scales])
+    rows, others = (tuple([w.shape[0] for w in side]) for side in (weights, plain))
+    return Few(where, lead, K, rows, plain=others, e8m0=E8M0 in [s.dtype for s in scales])
 
 
 def _of_many(lead: tuple, weights: Sequence, scales: Sequence) -> Optional[Callable]:
@@ -54,7 +56,7 @@ def _of_many(lead: tuple, weights: Sequence, scales: Sequence) -> Optional[Calla
     if None in multiply:
         return None
 
-    def run(codes, s_x, weights, scales) -> List[torch.Tensor]:
+    def run(codes, s_x, weights, scales, plain=None) -> List[torch.Tensor]:
         x = Quantised(codes, s_x)
         # no views: of the rows of zeros behind the tokens nothing is seen
         return [
@@ -77,25 +79,40 @@ def prepare_products_fwd(call: Products) -> Optional[Callable]:
     """The tensors of a call -> the products [*lead, N_i], in a launch to quantise, and one or two
     for few tokens, or one for each weight. The weights begin at multiples of 16 bytes, which the
     caller sees to."""
-    *tensors, x, codes, _, (lead,) = call
+    *tensors, x, codes, _, p0, p1, (lead,) = call
     weights = [w for w in tensors[:MAX_WEIGHTS] if w is not None]
     count, M, K = len(weights), math.prod(lead), weights[0].shape[-1]
+    plain = [p for p in (p0, p1) if p is not None]
     last = MAX_WEIGHTS + count
     quantise = _quantiser(x, M, K) if codes is None else None
-    product = _product(lead, K, weights, tensors[MAX_WEIGHTS:last])
-    if product is None or quantise is None and (codes is None or codes.shape[1] != K):
+    product = _product(lead, K, weights, tensors[MAX_WEIGHTS:last], plain)
+    if product is None or plain and not _are_plain(M, K, x, plain):
+        return None
+    if quantise is None and (codes is None or codes.shape[1] != K):
         return None
     scales_of = behind(weights[0].device, padded(M) * K)
 
     def run(*tensors):
-        x, codes, scales = tensors[2 * MAX_WEIGHTS :]
+        x, codes, scales, p0, p1 = tensors[2 * MAX_WEIGHTS :]
         if codes is None:
             codes, scales = quantise(x)
         scales = scales_of(codes) if scales is None else scales
-        return product(codes, scales, tensors[:count], tensors[MAX_WEIGHTS:last])
+        plain = (None, None, None) if p0 is None else (x, p0, p0 if p1 is None else p1)
+        return product(codes, scales, tensors[:count], tensors[MAX_WEIGHTS:last], plain)
 
     run.together = M <= MOST
     return run
+
+
+def _are_plain(M: int, K: int, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
+    """x [.., K] and weights [N_i, K] are in bf16 and lie densely."""
+    if x.numel() != M * K or not all([w.ndim == 2 and w.shape[0] > 0 for w in weights]):
+        return False
+    return all([
+        t.dtype is torch.bfloat16 and t.is_contiguous() and t.device == x.device
+        and t.shape[-1] == K
+        for t in (x, *weights)
+    ])  # fmt: skip
 
 
 def prepare_mlp_fwd(call: Mlp) -> Optional[Callable]:

@@ -9,16 +9,17 @@ module's own class.
 """
 
 import functools
-from typing import Callable, List, Optional, Sequence, Tuple
+from typing import Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
 
 from ...attention.ops_fp8 import ATTENTION_QUANTISE, GATE_QUANTISE
-from ...fp8.call import BLOCK, MOST, is_scaled
+from ...fp8.call import BLOCK, MAX_PLAIN, MOST, is_scaled
 from ...fp8.ops import DEQUANTISE, MLP, PRODUCT, Weight, products
 from ...fp8.reference import dequantise_fwd
 from ...runtime import dispatch
+from ..plain import parameters_of
 from .weights import FORMS, Fp8Form, given, taken, takes, weights_of
 
 
@@ -80,18 +81,41 @@ def scaled(
 def project(
     x: torch.Tensor, linears: Sequence[nn.Module], eager: bool = False
 ) -> Optional[List[Optional[torch.Tensor]]]:
-    """linear(x) of the FP8Linears, x quantised once for all, None of others; None if none is a
-    product alone. eager: as in takes()."""
+    """linear(x) of the FP8Linears, x quantised once for all, and of others beside them that the
+    same launch takes, None of others yet; None if none is a product alone. eager: as in takes()."""
     # first, for torch.compile traces no isdisjoint
     if not takes(x, eager=eager) or FORMS.keys().isdisjoint(map(type, linears)):
         return None
     weights = weights_of(linears, x)
     known = weights if None not in weights else [w for w in weights if w is not None]
-    found = products(x.shape[:-1], known, x, taken(x)[0]) if known else None
-    if found is None or known is weights:
+    if not known:
+        return None
+    M, count = x.numel() // x.shape[-1], len(linears)
+    beside = _beside(x, linears) if len(known) < count and 1 < M <= MOST else {}
+    found = products(x.shape[:-1], known, x, taken(x)[0], tuple(beside.values()))
+    if found is None or len(known) == count:
         return found
-    made = iter(found)
-    return [None if w is None else next(made) for w in weights]
+    made, others = iter(found), dict(zip(beside, found[len(known) :]))
+    return [others.get(i) if w is None else next(made) for i, w in enumerate(weights)]
+
+
+def _beside(x: torch.Tensor, linears: Sequence[nn.Module]) -> Dict[int, torch.Tensor]:
+    """Weights in bf16, by their places, by which few tokens x are multiplied in the launch of those
+    in FP8: of all modules that are no FP8Linears, or of none."""
+    places = [i for i, linear in enumerate(linears) if type(linear) not in FORMS]
+    found = parameters_of(*[linears[i] for i in places])
+    if not found or len(found) > MAX_PLAIN or torch.is_autocast_enabled(x.device.type):
+        return {}
+    learns = torch.is_grad_enabled()
+    for weight, bias in found:
+        dense = weight.dtype is x.dtype and weight.ndim == 2 and weight.is_contiguous()
+        if not dense or weight.shape[1] != x.shape[-1] or weight.device != x.device:
+            return {}
+        if weight.data_ptr() & 15:
+            return {}
+        if bias is not None or learns and (weight.requires_grad or x.requires_grad):
+            return {}
+    return {i: weight for i, (weight, _) in zip(places, found)}
 
 
 def mlp(
