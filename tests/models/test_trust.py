@@ -179,6 +179,15 @@ def test_what_changes_by_itself_is_left_alone(kernel, asks):
     assert row.reason.startswith("its forward") and f" {asks}" in row.reason
 
 
+@pytest.mark.parametrize("how", ["__copy__", "__deepcopy__", "__getstate__", "__reduce__"])
+def test_a_class_with_copies_or_pickles_of_its_own_is_left_alone(kernel, how):
+    """A served module's copies and pickles are made without these methods."""
+    kind = type("MyMLP", (MyMLP,), {how: lambda self, *memo: {}})
+    with kernel.use_reference():
+        (row,) = kernel.kernelize(kind(), trust=[kind]).rows
+    assert how in row.reason
+
+
 def test_a_dtype_that_autocast_alone_shows(kernel):
     """Products are in its dtype, and so is what kernels return."""
 

@@ -30,10 +30,10 @@ from ..layers.plain import Named, around_by_torch, named_modules
 from ..layers.tensor_parallel import around, own_of_shards
 from ..runtime import device, dispatch
 
+OF_COPIES = ("__copy__", "__deepcopy__", "__getstate__", "__reduce__", "__reduce_ex__")
 GRAPHS = "_training_graphs"  # of a layer, which a pickle has not
 SHARDED = "_forward_of_shards_before"  # and of one whose forward transformers has put around ours
 HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")  # that have the key
-
 
 logger = logging.getLogger(__name__)
 
@@ -218,12 +218,16 @@ def may_move(where: torch.device) -> bool:
 
 
 def why_replaced(module: nn.Module, shards: bool = False) -> Optional[str]:
-    """Returns a reason if the module was given another forward than its class's. shards: the one
-    that transformers puts on sharded linears may be around it."""
+    """Returns a reason if the module was given another forward than its class's, or its class
+    makes copies or pickles in a way that ours (Served) would not. shards: the forward that
+    transformers puts on sharded linears may be around it."""
     package = getattr(type(module), "serving_package", PACKAGE)
     if package != PACKAGE:
         return f"its forward is replaced already, by {package}"
     own = own_class(module)
+    for name in OF_COPIES:
+        if getattr(own, name, None) is not getattr(nn.Module, name, None):
+            return f"its class is copied and pickled in a way of its own ({name})"
     bound = module.__dict__.get("forward")
     if bound is None or _is_of_a_layer(bound):
         return None
