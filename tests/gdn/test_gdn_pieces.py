@@ -97,13 +97,17 @@ def test_what_pieces_ask_for(lengths, H, HV, gates):
     one = backward(call, given)
     before = [x.clone() for x in (call.q, call.k, one.do)]
     want = computed("gdn.hopper.chunk", "gdn_chunk_bwd", one)[7]
-    asked, blocks = computed("gdn.hopper.pieces", "gdn_entry_bwd", one)
-    if gates == "slow":
-        assert torch.equal(asked, want)
-    else:  # heads that forget begin from zeros behind their first chunks
-        assert relative_error(asked, want) < 1e-6
-    again, _ = computed("gdn.hopper.pieces", "gdn_entry_bwd", one)
-    assert torch.equal(asked, again)
+    kind = submodule("gdn.call").GdnEntry
+    for rows in (D, 2 * D, D):  # with room for M^T below E, and again
+        sent = torch.full((len(lengths) + 1, HV, rows, D), float("nan"), device="cuda")
+        entry = kind(*one[:11], sent, one.options)
+        blocks = computed("gdn.hopper.pieces", "gdn_entry_bwd", entry)
+        asked = sent[:-1, :, :D]
+        if gates == "slow":
+            assert torch.equal(asked, want)
+        else:  # heads that forget begin from zeros behind their first chunks
+            assert relative_error(asked, want) < 1e-6
+        assert sent[-1].isnan().all() and sent[:, :, D:].isnan().all()
     assert all(map(torch.equal, before, (call.q, call.k, one.do)))
     found = computed("gdn.hopper.chunk", "gdn_chunk_bwd", backward(call, given, blocks))
     assert torch.equal(found[7], want)

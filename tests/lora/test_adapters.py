@@ -154,6 +154,22 @@ def test_what_is_not_needed(where):
         assert relative_error(ours, theirs) < 1e-5
 
 
+def test_gradients_that_kernels_cannot_read(where):
+    """Views with the negative bit, and zeros without memory."""
+    given = problem(*SIZES[1], torch.float32, where)
+    leaves = (given[0], *given[3], *given[4])
+    ys = ops.adapted(*given)
+    dys = [torch.randn_like(y) for y in ys]
+    nothing = torch._efficientzerotensor(dys[0].shape, device=dys[0].device)
+    for ours, theirs in (
+        ([torch._neg_view(-dy) for dy in dys], dys),
+        ([nothing, *dys[1:]], [torch.zeros_like(dys[0]), *dys[1:]]),
+    ):
+        found = torch.autograd.grad(ys, leaves, ours, retain_graph=True)
+        want = torch.autograd.grad(ys, leaves, theirs, retain_graph=True)
+        assert all(map(torch.equal, found, want))
+
+
 def test_repeats_and_no_second_derivative(where):
     given = problem(*SIZES[2], torch.float32, where)
     tensors, found = (given[0], *given[3], *given[4]), []

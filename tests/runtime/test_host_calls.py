@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import submodule
 from interpreter import compiled
+from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("triton.experimental.gluon")
 from launching import Kernel, pretending  # noqa: E402
@@ -260,6 +261,36 @@ def test_functions_of_a_call(hopper, name):
         call = calls(hopper)[name]
         found = functions(call)
     assert 2 < found <= MOST[name]
+
+
+@compiled
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_functions_of_a_rank(hopper, monkeypatch, rank):
+    """Those of one of four processes that share a sequence; torch's group sends nothing."""
+    fake_pg = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    dist, exchange = torch.distributed, submodule("parallel.exchange")
+    monkeypatch.setattr(exchange, "agrees", lambda group: False)
+    dist.init_process_group("fake", rank=rank, world_size=4, store=fake_pg.FakeStore())
+    try:
+        cp = hopper.build_cp_context([0, 1024])
+        options = {"use_qk_l2norm_in_kernel": True, "cp_context": cp}
+        rule = functools.partial(hopper.chunk_gated_delta_rule, **options)
+        convolve = functools.partial(hopper.causal_conv1d_fn, activation="silu", cp_context=cp)
+        prompt, leaves = tensors(256), trained(*tensors(256))
+        channels = trained(torch.zeros(1, 256, 256).bfloat16().mT, torch.zeros(256, 4).bfloat16())
+        calls = {
+            "rule": lambda: rule(*prompt), "rule, step": lambda: step(rule, leaves),
+            "convolution, step": lambda: step(convolve, channels),
+        }  # fmt: skip
+        most = {"rule": 54, "rule, step": 182, "convolution, step": 100}
+        with torch.no_grad():
+            found = {name: functions(call) for name, call in calls.items()}
+        assert all(20 < found[name] <= most[name] for name in most), found
+        with FlopCounterMode(display=False):  # which torch's operators would see
+            for call in calls.values():
+                call()
+    finally:
+        dist.destroy_process_group()
 
 
 @compiled

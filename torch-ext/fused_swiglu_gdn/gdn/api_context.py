@@ -10,7 +10,7 @@ from torch import Tensor
 from ..parallel import checks
 from ..parallel.context import CpContext
 from ..parallel.exchange import agreed
-from ..runtime.ops import needs_grad
+from ..runtime.ops import needs_grad, unsigned
 from .call import GdnCall
 from .ops_context import prepare_chunk
 
@@ -27,9 +27,10 @@ def chunk_with_context(
     checks.is_context(cp)
     made = _checked(call, cp, lambda x: check(x.tensors, x.options[:-2], settings))
     run = _prepared(made, cp, call.v.shape)
-    if call.cu_seqlens is None and all(map(operator.is_, call[:9], made[:9])):
+    given = unsigned(call.tensors)
+    if call.cu_seqlens is None and all(map(operator.is_, given[:9], made[:9])):
         cp.keep(call.tensors, (*call.options[:-2], *settings), run)
-    return run(*made.tensors)
+    return run(*unsigned(made.tensors))
 
 
 def _checked(call: GdnCall, cp: CpContext, check: Callable[[GdnCall], GdnCall]) -> GdnCall:
@@ -50,11 +51,9 @@ def _checked(call: GdnCall, cp: CpContext, check: Callable[[GdnCall], GdnCall]) 
 
 def _prepared(made: GdnCall, cp: CpContext, shape: torch.Size) -> Callable:
     """The tensors of checked calls like this one -> o, of this shape, and the states."""
-    options = made.options
+    options, compute = made.options, prepare_chunk(cp, made)
     v_first, wide = options.state_v_first, torch.promote_types(made.v.dtype, torch.float32)
-    inner = options._replace(state_v_first=False, output_final_state=True, state_dtype=None)
     dtype = options.state_dtype or wide
-    compute = prepare_chunk(cp, inner, needs_grad(made.tensors), made.device)
 
     def run(q, k, v, g, beta, A_log, dt_bias, initial, *_):
         if initial is not None:

@@ -142,6 +142,27 @@ class GdnBackward(NamedTuple):
     prepared = property(lambda call: None if call.tb is None else call[11:14])
 
 
+@with_sizes
+class GdnEntry(NamedTuple):
+    """A call of the gradient of the states before segments that other ranks began."""
+
+    q: Tensor  # [1, T, H, K]
+    k: Tensor  # [1, T, H, K]
+    v: Tensor  # [1, T, HV, V]
+    g: Tensor  # [1, T, HV]
+    beta: Tensor  # [1, T, HV]
+    A_log: Optional[Tensor]  # [HV]
+    dt_bias: Optional[Tensor]  # [HV]
+    initial_state: Tensor  # [N, HV, K, V]
+    cu_seqlens: Tensor  # [N + 1]
+    do: Tensor  # [1, T, HV, V]
+    d_final_state: Optional[Tensor]  # [N, HV, K, V]
+    sent: Tensor  # [N or more, HV, V or V + K, K] fp32, contiguous: receives E, as [K, V]
+    options: GradientOptions
+
+    state_indices = prepared = None
+
+
 class Ring(NamedTuple):
     """The latest tokens of sequences that their states do not include yet.
 

@@ -18,13 +18,14 @@ from typing import Callable, Optional, Tuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..parallel.context import CpContext, Local, Subset
 from ..parallel.exchange import start_all_gather
+from ..runtime.cache import CallCache, fast_path_ok
 from ..runtime.device import is_gpu, multiprocessor_count
 from ..runtime.operation import Operation
-from .call import GdnBackward, GdnCall, GdnChain, GdnOptions, GdnPieces, GradientOptions
+from ..runtime.ops import applying, differentiating_once, needs_grad
+from .call import GdnBackward, GdnCall, GdnChain, GdnEntry, GdnPieces, GradientOptions
 from .ops_train import CHUNK, GRADIENT, NONE
 from .reference import chain
 
@@ -32,7 +33,7 @@ ROOM = 32  # SMs that the kernel of a collective takes at most
 
 # parts of a call, which ordinary calls compute as well: there is no other definition
 PIECES = Operation("gdn.pieces", "gdn_pieces_fwd", GdnPieces, None, schema=None)
-ENTRY = Operation("gdn.pieces", "gdn_entry_bwd", GdnBackward, None, schema=None)
+ENTRY = Operation("gdn.pieces", "gdn_entry_bwd", GdnEntry, None, schema=None)
 BEGUN = Operation("gdn.pieces", "gdn_begun_bwd", GdnBackward, None, schema=None)
 CHAIN = Operation("gdn.chain", "gdn_chain_fwd", GdnChain, chain, schema=None)
 
@@ -57,8 +58,8 @@ def _gradients(call: GdnBackward) -> tuple:
     return GRADIENT.launcher((*call.tensors, *call.options))(*call.tensors)
 
 
-def _part(call, subset: Subset, start: Tensor):
-    """The call, or that of its gradient, on some of the local segments; start: their states."""
+def _part(call: GdnCall, subset: Subset, start: Tensor) -> GdnCall:
+    """The call on some of the local segments; start: their states."""
     q, k, v, g, beta = (subset.take(x) for x in (call.q, call.k, call.v, call.g, call.beta))
     return call._replace(
         q=q, k=k, v=v, g=g, beta=beta, cu_seqlens=subset.cu_seqlens, initial_state=start,
@@ -94,15 +95,6 @@ def _fill(cp: CpContext, HV: int, device: torch.device) -> bool:
     return 2 * HV * len(cp.pieces) + ROOM > multiprocessor_count(device.index)
 
 
-def _chained(
-    gathered: Tensor, links: Tensor, chained: Subset, given: Optional[Tensor], V: int, back: bool
-) -> Tuple[Tensor, Callable]:
-    """The states, and the function that has computed them."""
-    tensors = (gathered, links, chained.rows, given)
-    launch = CHAIN.launcher((*tensors, V, back))
-    return launch(*tensors), launch
-
-
 def _known_states(call: GdnCall, cp: CpContext, here: Local) -> Tensor:
     """The states before the local segments, contiguous; 0 for those that other ranks compute."""
     start = call.initial_state
@@ -117,13 +109,32 @@ def _known_states(call: GdnCall, cp: CpContext, here: Local) -> Tensor:
 
 
 class Launches:
-    """The kernels' functions for calls with the same facts, which the first of them has found."""
+    """The kernels' functions for calls with the same facts, which the first of them has found.
 
-    __slots__ = ("pieces", "chain")
+    gradients: those for calls of the gradient of these calls.
+    """
+
+    __slots__ = ("pieces", "entry", "begun", "chain", "gradients")
 
     def __init__(self):
-        self.pieces: Optional[Callable] = None
-        self.chain: Optional[Callable] = None
+        self.pieces = self.entry = self.begun = self.chain = None
+        self.gradients = CallCache()
+
+    def chained(
+        self, gathered: Tensor, links: Tensor, chained: Subset, given: Optional[Tensor], *options
+    ) -> Tensor:
+        tensors = (gathered, links, chained.rows, given)
+        if self.chain is None:
+            self.chain = CHAIN.launcher((*tensors, *options))
+        return self.chain(*tensors)
+
+    def of_gradient(self, tensors: tuple, options: tuple) -> "Launches":
+        found = self.gradients.find(tensors, options, True)
+        if found is None:
+            found = Launches()
+            if fast_path_ok():
+                self.gradients.keep(tensors, options, found)
+        return found
 
 
 def _to_send(
@@ -158,12 +169,12 @@ def _to_send(
 def chunk_forward(call: GdnCall, cp: CpContext, known: Optional[Launches] = None) -> tuple:
     """o [1, T, HV, V], the state after each segment, and what the backward needs.
 
-    That is the state before each segment; M^T [slots, HV, K, K] of the outgoing ones, of those in
-    the middle at least, or None where none is; Tb, P, F of the chunks, where the call saves them.
+    That is the state before each segment; what has been sent, or None where no segment is in the
+    middle; Tb, P, F of the chunks, where the call saves them.
     call: a batch of one whose sequences are the local segments; initial_state is read for segments
     that start their sequence. known: of calls with the same facts under this context.
     """
-    start, transitions, known = call.initial_state, None, known or Launches()
+    start, known = call.initial_state, known or Launches()
     if not cp.plan.chains:
         o, states, blocks = _run_here(call, cp, start)
         return o, states, start, None, blocks
@@ -175,17 +186,11 @@ def chunk_forward(call: GdnCall, cp: CpContext, known: Optional[Launches] = None
     results = None if waits else finish(start)
     gathered = exchanged()
     if waits:
-        given = call.initial_state
-        if known.chain is not None:
-            start = known.chain(gathered, here.before, here.incoming.rows, given)
-        else:
-            links = (here.before, here.incoming)
-            start, known.chain = _chained(gathered, *links, given, call.V, False)
+        links = (here.before, here.incoming)
+        start = known.chained(gathered, *links, call.initial_state, call.V, False)
         results = finish(start)
-    if here.middle.places:
-        transitions = own[:, :, call.V :].contiguous()
     o, states, blocks = results
-    return o, states, start, transitions, blocks or ()
+    return o, states, start, own if here.middle.places else None, blocks or ()
 
 
 def _gradients_here(call: GdnBackward, cp: CpContext) -> tuple:
@@ -197,63 +202,65 @@ def _gradients_here(call: GdnBackward, cp: CpContext) -> tuple:
 
 
 def _to_send_back(
-    call: GdnBackward, cp: CpContext, here: Local, transitions: Optional[Tensor]
+    call: GdnBackward, cp: CpContext, here: Local, sent: Optional[Tensor], known: Launches
 ) -> Tuple[Tensor, GdnBackward, Optional[tuple]]:
     """The values to send for the incoming segments, the call with what has been computed of it, and
     its gradients where that was all of it."""
-    incoming, slots, known, E = here.incoming, cp.plan.slots_in, None, None
-    if incoming.places:
-        part = _part(call, incoming, incoming.rows_of(call.initial_state))
-        asked = call.d_final_state
-        part = part._replace(
-            do=incoming.take(call.do),
-            d_final_state=None if asked is None else incoming.rows_of(asked),
-            tb=None, p=None, f=None, options=part.options._replace(values_only=True),
-        )  # fmt: skip
-        launch = ENTRY.serving(part.tensors, part.options)
-        if launch is not None:
-            E, (tb, p, f) = launch(*part.tensors)
-            if part.T == call.T and call.tb is None:  # its chunks are those of the call
-                call = call._replace(tb=tb, p=p, f=f)
-        elif here.outgoing.places:
-            E = _gradients(part)[7]
-        else:
-            known = _gradients_here(call, cp)
-            E = incoming.rows_of(known[7])
-        E = E.reshape(len(E), call.HV, call.V, call.K)  # its numbers as they lie, [K, V]
-    if E is not None and len(E) == slots and not cp.plan.has_middle:
-        own = E
+    incoming, grads = here.incoming, None
+    own = sent if here.as_sent else _to_fill(cp, cp.plan.slots_in, call.initial_state, call)
+    if not incoming.places:
+        return own, call, None
+    asked = call.d_final_state
+    tensors = (
+        *map(incoming.take, call[:5]), *call[5:7], incoming.rows_of(call.initial_state),
+        incoming.cu_seqlens, incoming.take(call.do),
+        asked if asked is None else incoming.rows_of(asked),
+    )  # fmt: skip
+    options = call.options._replace(values_only=True, save_blocks=False, state_dtype=None)
+    if known.entry is None:
+        known.entry = ENTRY.serving((*tensors, own), options)
+    if known.entry is not None:
+        blocks = known.entry(*tensors, own)
+        if tensors[0] is call.q and call.tb is None:  # its chunks are those of the call
+            call = call._replace(tb=blocks[0], p=blocks[1], f=blocks[2])
     else:
-        own = _to_fill(cp, slots, call.initial_state, call)
-        if E is not None:
-            own[: len(E), :, : call.V] = E
-    for place in here.middle.places:
+        if own is sent:  # autograd would notice what is written
+            own = torch.empty_like(sent)
+        if here.outgoing.places:
+            E = _gradients(GdnBackward(*tensors, *NONE, options))[7]
+        else:
+            grads = _gradients_here(call, cp)
+            E = incoming.rows_of(grads[7])
+        own[: len(E), :, : call.V] = E.reshape(len(E), call.HV, call.V, call.K)  # as it lies
+    for place in here.middle.places if own is not sent else ():
         piece = cp.pieces[place]
         at, out = cp.plan.incoming[piece].number, cp.plan.outgoing[piece].number
-        own[at, :, call.V :] = transitions[out]
-    return own, call, known
+        own[at, :, call.V :] = sent[out, :, call.V :]
+    return own, call, grads
 
 
 def chunk_backward(
-    call: GdnBackward, cp: CpContext, transitions: Optional[Tensor], needs_initial: bool
-) -> tuple:
+    call: GdnBackward, cp: CpContext, sent: Optional[Tensor], needs_initial: bool,
+    known: Optional[Launches] = None,
+) -> tuple:  # fmt: skip
     """Gradients of the first seven tensors of the call, and of its initial state if requested.
 
-    Its initial_state and `transitions` are those that the forward saved.
+    Its initial_state and `sent` are those that the forward saved. known: of calls with the same
+    facts under this context.
     """
     if not cp.plan.chains:
         return _gradients_here(call, cp)
-    here = cp.here(call.device)
-    own, call, grads = _to_send_back(call, cp, here, transitions)
+    known, here = known or Launches(), cp.here(call.device)
+    own, call, grads = _to_send_back(call, cp, here, sent, known)
     full = _fill(cp, call.HV, call.device)
     if here.outgoing.places:
         asked = call.d_final_state
-        tensors = call._replace(d_final_state=call.initial_state).tensors  # of the same layout
-        launch = BEGUN.serving(tensors, call.options)
-        exchanged = start_all_gather(own, cp.group, launch is None or full)
-        finish = launch and launch(*tensors)
-        links = (here.behind, here.outgoing, asked, call.V, True)
-        d_states, _ = _chained(exchanged(), *links)
+        tensors = (*call[:10], call.initial_state, *call[11:14])  # one of the layout of the chain's
+        if known.begun is None:
+            known.begun = BEGUN.serving(tensors, call.options)
+        exchanged = start_all_gather(own, cp.group, known.begun is None or full)
+        finish = known.begun and known.begun(*tensors)
+        d_states = known.chained(exchanged(), here.behind, here.outgoing, asked, call.V, True)
         if finish is not None:
             grads = finish(d_states)
         else:
@@ -270,30 +277,33 @@ class _Chunk(torch.autograd.Function):
     @staticmethod
     def forward(ctx, cp, options, known, lengths, *tensors):
         call = GdnCall(*tensors, None, lengths, options)
-        o, states, start, transitions, blocks = chunk_forward(call, cp, known)
-        ctx.cp, ctx.options = cp, options
-        ctx.save_for_backward(*tensors[:7], start, transitions, *blocks)
+        o, states, start, sent, blocks = chunk_forward(call, cp, known)
+        ctx.cp, ctx.options, ctx.known, ctx.lengths = cp, options, known, lengths
+        ctx.save_for_backward(*tensors[:7], start, sent, *blocks)
         ctx.set_materialize_grads(False)
         return o, states
 
     @staticmethod
-    @once_differentiable
+    @differentiating_once
     def backward(ctx, do, d_states):
-        cp, kept = ctx.cp, ctx.saved_tensors
-        (*tensors, start, transitions), blocks = kept[:9], kept[9:]
-        lengths = cp.lengths_on(tensors[0].device)
+        (*tensors, start, sent), blocks = (kept := ctx.saved_tensors)[:9], kept[9:]
         do = torch.zeros_like(tensors[2]) if do is None else do
         q, k, _, g, beta, A_log, dt_bias, _ = wanted = ctx.needs_input_grad[4:]
         options = GradientOptions(not any((q, k, g, beta, A_log, dt_bias)), *ctx.options)
-        call = GdnBackward(*tensors, start, lengths, do, d_states, *(blocks or NONE), options)
-        grads = chunk_backward(call, cp, transitions, wanted[-1])
+        call = GdnBackward(*tensors, start, ctx.lengths, do, d_states, *(blocks or NONE), options)
+        known = ctx.known.of_gradient((*call.tensors, sent), options)
+        grads = chunk_backward(call, ctx.cp, sent, wanted[-1], known)
         return (*(None,) * 4, *(x if want else None for x, want in zip(grads, wanted)))
 
 
-def prepare_chunk(cp: CpContext, options: GdnOptions, grad: bool, device: torch.device) -> Callable:
+def prepare_chunk(cp: CpContext, made: GdnCall) -> Callable:
     """The first eight tensors of a call -> o [1, T, HV, V], and the state after each local segment
-    [pieces, HV, K, V]; for calls with the same facts. grad: a gradient is wanted."""
-    lengths, known = cp.lengths_on(device), Launches()
-    if grad:
-        return lambda *tensors: _Chunk.apply(cp, options, known, lengths, *tensors)
+    [pieces, HV, K, V]; for calls with the facts of `made`."""
+    options = made.options._replace(
+        state_v_first=False, output_final_state=True, state_dtype=None
+    )  # fmt: skip
+    lengths, known = cp.lengths_on(made.device), Launches()
+    if needs_grad(made.tensors):
+        apply, own = applying(_Chunk, made.tensors), (cp, options, known, lengths)
+        return lambda *tensors: apply(*own, *tensors)
     return lambda *tensors: chunk_forward(GdnCall(*tensors, None, lengths, options), cp, known)[:2]

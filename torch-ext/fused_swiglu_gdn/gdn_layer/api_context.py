@@ -1,5 +1,6 @@
 """causal_conv1d_fn with a cp_context: converts arguments for the operator, and results back."""
 
+import operator
 from typing import Optional, Tuple
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from ..parallel import checks
 from ..parallel.context import CpContext
 from ..parallel.exchange import agreed
-from ..runtime.ops import needs_grad
+from ..runtime.ops import needs_grad, unsigned
 from .call import Convolution
 from .checks import causal_conv1d_fn
 from .ops_context import prepare_causal_conv1d
@@ -51,9 +52,10 @@ def convolve_with_context(
 
     call = agreed(make, facts, cp.group, "causal_conv1d_fn")
     run, (B, D, T) = prepare_causal_conv1d(call, cp), tensors[0].shape
-    if B == 1 and tensors[4] is None:
+    given = unsigned(call.tensors)
+    if B == 1 and tensors[4] is None and all(map(operator.is_, given, call.tensors)):
         cp.keep(tensors, options, run)
-    y, final = run(*call.tensors)
+    y, final = run(*given)
     if B > 1:
         y = y.transpose(1, 2).view(B, T, D).transpose(1, 2)
     return y, final

@@ -11,12 +11,11 @@ from typing import Callable, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..parallel.context import CpContext
 from ..parallel.exchange import all_gather
 from ..parallel.plan import Piece, Slot
-from ..runtime.ops import needs_grad
+from ..runtime.ops import applying, differentiating_once, needs_grad
 from .call import Convolution
 from .ops import CONVOLUTION, CONVOLUTION_GRADIENT
 
@@ -76,16 +75,14 @@ def _histories(x: Tensor, taps: int, initial: Optional[Tensor], cp: CpContext) -
     D, history = x.shape[1], None
     if initial is not None:
         history = initial.masked_fill(cp.here(x.device).continued[..., 0], 0).to(x.dtype)
-    own = x.new_empty(cp.plan.slots_out, D, taps - 1)  # slots of no segment are not read
-    for number, place in enumerate(cp.here(x.device).outgoing.places):
-        start, stop = cp.bounds[place], cp.bounds[place + 1]
-        tokens = x[0, :, max(start, stop - taps + 1) : stop]  # [D, up to W - 1]
-        if stop - start < taps - 1:
-            before = x.new_zeros(D, taps - 1) if history is None else history[place]
-            tokens = torch.cat([before, tokens], -1)[:, 1 - taps :]
-        own[number] = tokens
+    here = cp.here(x.device)
+    last = cp.bounds[here.outgoing.places[0] + 1] if here.outgoing.places else 0
+    if cp.plan.slots_out == 1 and len(cp.pieces) == 1 and last >= taps - 1:
+        own = x.narrow(2, last - taps + 1, taps - 1)
+    else:
+        own = _tails(x, taps, history, cp)
     gathered = all_gather(own, cp.group)  # [P, slots, D, W - 1]
-    incoming = cp.here(x.device).incoming.places
+    incoming = here.incoming.places
     if not incoming:
         return history
     if len(cp.pieces) == len(_sources_of(cp, incoming[0], taps)) == 1:
@@ -98,6 +95,21 @@ def _histories(x: Tensor, taps: int, initial: Optional[Tensor], cp: CpContext) -
             rank, number = cp.plan.outgoing[piece]
             history[place, :, columns] = gathered[rank, number, :, tail]
     return history
+
+
+def _tails(x: Tensor, taps: int, history: Optional[Tensor], cp: CpContext) -> Tensor:
+    """The last inputs of the outgoing segments, [slots, D, W - 1]; slots of no segment are not
+    read."""
+    D = x.shape[1]
+    own = x.new_empty(cp.plan.slots_out, D, taps - 1)
+    for number, place in enumerate(cp.here(x.device).outgoing.places):
+        start, stop = cp.bounds[place], cp.bounds[place + 1]
+        tokens = x[0, :, max(start, stop - taps + 1) : stop]  # [D, up to W - 1]
+        if stop - start < taps - 1:
+            before = x.new_zeros(D, taps - 1) if history is None else history[place]
+            tokens = torch.cat([before, tokens], -1)[:, 1 - taps :]
+        own[number] = tokens
+    return own
 
 
 def _return(
@@ -123,8 +135,9 @@ def _return(
         everything = _requests_of(cp, place, taps)
         if len(everything) == 1 and stop - start >= taps - 1:
             (rank, number), tail, columns = everything[0]
-            at = stop - taps + 1
-            dx[0, :, at + tail.start : at + tail.stop].add_(gathered[rank, number, :, columns])
+            asked, count = gathered[rank, number], tail.stop - tail.start
+            asked = asked if count == taps - 1 else asked[:, columns]
+            dx[0].narrow(1, stop - taps + 1 + tail.start, count).add_(asked)
             continue
         asked = gathered.new_zeros(
             gathered.shape[2:], dtype=torch.promote_types(dx.dtype, torch.float32)
@@ -149,7 +162,7 @@ class _Convolution(torch.autograd.Function):
         return y, final
 
     @staticmethod
-    @once_differentiable
+    @differentiating_once
     def backward(ctx, dy, d_final):
         x, weight, bias, history = ctx.saved_tensors
         dy = torch.zeros_like(x) if dy is None else dy
@@ -198,9 +211,8 @@ def prepare_causal_conv1d(call: Convolution, cp: CpContext) -> Callable:
     or None."""
     options = (cp, *call.options)
     if needs_grad(call):
-        return lambda x, weight, bias, _, __, initial: _Convolution.apply(
-            *options, x, weight, bias, initial
-        )
+        apply = applying(_Convolution, call[:6])
+        return lambda x, weight, bias, _, __, initial: apply(*options, x, weight, bias, initial)
     return lambda x, weight, bias, _, __, initial: conv_forward(*options, x, weight, bias, initial)[
         :2
     ]

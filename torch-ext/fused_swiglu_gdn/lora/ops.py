@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..runtime import dispatch
-from ..runtime.operation import Operation, wrapped
-from ..runtime.ops import last_derivative, transformed
+from ..runtime.operation import Operation
+from ..runtime.ops import applying, differentiating, last_derivative, transformed
 from . import reference
 from .call import MOST, Lora, LoraGradient, LoraOptions
 
@@ -34,6 +34,7 @@ class _Projections(torch.autograd.Function):
         return tuple(ys)
 
     @staticmethod
+    @differentiating
     def backward(ctx, *dys):
         if torch.is_grad_enabled():
             with torch.no_grad():
@@ -73,9 +74,7 @@ class _Adapted(Operation):
         launch, options = self._prepared(call, (FAMILY, "lora_bwd")), call.options
         if launch is None:
             return None
-        apply = _Projections.apply
-        if not any(map(wrapped, there)):  # without torch's look for functorch's transforms
-            apply = super(torch.autograd.Function, _Projections).apply
+        apply = applying(_Projections, there)
         return lambda *tensors: apply(launch, options, *tensors)
 
 

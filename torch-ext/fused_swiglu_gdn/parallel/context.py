@@ -41,6 +41,7 @@ class Local(NamedTuple):
     outgoing: Subset  # others continue them
     incoming: Subset  # they continue others
     middle: Subset  # both
+    as_sent: bool  # the slots of those in the middle are the same in both directions
     slots: Optional[Tensor]  # [pieces] int32: the slot of each outgoing one, or -1; None if none is
     before: Tensor  # [pieces, 1 + most] int32: how many values of others come before, and whose
     behind: Tensor  # likewise of those behind them, the last first
@@ -163,12 +164,17 @@ class CpContext:
             ([plan.outgoing], [plan.incoming], [plan.outgoing, plan.incoming]),
         )
         return Local(
-            outgoing, incoming, middle,
+            outgoing, incoming, middle, bool(middle.places) and self._as_sent(middle),
             _on(device, slots) if outgoing.places else None,
             _on(device, _linked(before, plan.slots_out)),
             _on(device, _linked(behind, plan.slots_in)),
             ~self.marks(plan.incoming, device).view(-1, 1, 1, 1),
         )  # fmt: skip
+
+    def _as_sent(self, middle: Subset) -> bool:
+        plan, pieces = self.plan, [self.pieces[place] for place in middle.places]
+        alike = all(plan.incoming[x].number == plan.outgoing[x].number for x in pieces)
+        return alike and plan.slots_in == plan.slots_out
 
     def lengths_alone(self, x: object, dim: int) -> Optional[Tensor]:
         """cu_seqlens for an equivalent ordinary call on x, whose dimension `dim` is tokens, or

@@ -12,6 +12,7 @@ from .call import device_of, tensors_in
 from .device import is_gpu
 from .ops import (
     PLAIN,
+    applying,
     counting,
     last_derivative,
     needs_grad,
@@ -21,7 +22,6 @@ from .ops import (
     transformed,
 )
 
-wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 # inside a backward: whether its graph stays, for a second one (retain_graph, create_graph)
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
@@ -78,7 +78,7 @@ class Operation(CallCache):
         self.count = len(call._fields) - 1
         self.places = [call._fields.index(x) for x in written]
         self.aligned = [call._fields.index(x) for x in aligned]
-        self.train, self.gradient, self.last = train, None, ""
+        self.train, self.gradient, self.last, self.op = train, None, "", None
         if schema is not None:
             self._register(schema or name, written, like, outputs, fake)
 
@@ -213,10 +213,11 @@ class Operation(CallCache):
         launch = self._prepared(call, self.gradient if grad else None)
         if launch is None:
             return None
-        if not all([type(x) in PLAIN for x in there]) or torch._C._len_torch_dispatch_stack():
-            return lambda *tensors: self.op(*tensors, *options)
+        plain = all([type(x) in PLAIN for x in there])
+        if not plain or self.op is not None and torch._C._len_torch_dispatch_stack():
+            return self.op and (lambda *tensors: self.op(*tensors, *options))
         if grad:
-            return self._with_gradient(launch, options, any(map(wrapped, there)))
+            return self._with_gradient(launch, options, there)
         return self.noticed(launch, tensors)
 
     def noticed(self, launch: Callable, tensors: Sequence) -> Callable:
@@ -225,9 +226,8 @@ class Operation(CallCache):
         places = [i for i in places if not tensors[i].is_inference()]
         return counting(launch, places) if places else launch
 
-    def _with_gradient(self, launch: Callable, options: tuple, unwraps: bool) -> Callable:
-        """unwraps: torch has to unwrap tensors, which a transform that has ended left behind."""
-        apply = self.op.function.apply if unwraps else self.op.apply
+    def _with_gradient(self, launch: Callable, options: tuple, there: list) -> Callable:
+        apply = applying(self.op.function, there)
         more = (*options, self.count, launch)
         return lambda *tensors: apply(*tensors, *more)
 

@@ -3,10 +3,11 @@
 import inspect
 import math
 import typing
-from typing import Callable, Optional, Tuple
+from typing import Callable, Iterable, Optional, Tuple
 
 import torch
 import torch.autograd.forward_ad as forward_ad
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 from torch.library import CustomOpDef
 
@@ -14,6 +15,7 @@ from .._ops import add_op_namespace_prefix
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 _functorch = torch._C._functorch.peek_interpreter_stack  # None outside vmap, grad, jvp, ...
+wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def autocast(*tensors: Optional[torch.Tensor]) -> Tuple[Optional[torch.Tensor], ...]:
@@ -44,7 +46,6 @@ class Operator(CustomOpDef):
     body: Callable  # what the operator does; None stands for an output that is not there
     mutated: tuple = ()  # places of arguments that it changes
     function: Optional[type] = None  # the autograd.Function of an operator with a gradient
-    apply: Callable  # of that Function, without torch's look for functorch's transforms
 
     def __call__(self, *args):
         if torch.compiler.is_compiling() or not _unwatched(args):
@@ -71,20 +72,44 @@ class Operator(CustomOpDef):
             setup_context(ctx, args, output)
             return output
 
-        def differentiate(ctx, *gradients):
-            if torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag:
-                return (*backward(ctx, *gradients), None, None)
-            for x in gradients:
-                if x is not None and (x._is_zerotensor() or x.is_neg()):
-                    gradients = tuple(map(_in_memory, gradients))
-                    break
-            # gradients have the precision of the forward, wherever backward() is called
-            with torch._C._DisableAutocast():
-                return (*backward(ctx, *gradients), None, None)
-
-        parts = {"forward": staticmethod(forward), "backward": staticmethod(differentiate)}
+        run = differentiating(backward, (None, None))
+        parts = {"forward": staticmethod(forward), "backward": staticmethod(run)}
         self.function = type(self._name, (torch.autograd.Function,), parts)
-        self.apply = super(torch.autograd.Function, self.function).apply
+
+
+def differentiating(backward: Callable, more: tuple = ()) -> Callable:
+    """backward(ctx, *gradients) of an autograd.Function whose kernels read the gradients; more:
+    what the Function returns behind it."""
+
+    def differentiate(ctx, *gradients):
+        if torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag:
+            return (*backward(ctx, *gradients), *more)
+        for x in gradients:
+            if x is not None and (x._is_zerotensor() or x.is_neg()):
+                gradients = tuple(map(_in_memory, gradients))
+                break
+        # gradients have the precision of the forward, wherever backward() is called
+        with torch._C._DisableAutocast():
+            return (*backward(ctx, *gradients), *more)
+
+    return differentiate
+
+
+def differentiating_once(backward: Callable) -> Callable:
+    """The same, of a Function without a second derivative: where one is asked for, torch's
+    once_differentiable says so, which costs more than the rest of the Function otherwise."""
+    run = differentiating(backward)
+    refusing = once_differentiable(run)
+    return lambda *given: (refusing if torch.is_grad_enabled() else run)(*given)
+
+
+def applying(function: type, tensors: Iterable[Optional[torch.Tensor]]) -> Callable:
+    """function.apply for eager calls like one of these tensors, of an autograd.Function: without
+    torch's look for functorch's transforms and for tensors that they left behind, if the call has
+    neither."""
+    if transformed() or any([x is not None and wrapped(x) for x in tensors]):
+        return function.apply
+    return super(torch.autograd.Function, function).apply
 
 
 def _unwatched(args: tuple) -> bool:
@@ -108,6 +133,11 @@ def _in_memory(gradient: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
     if gradient is not None and (gradient._is_zerotensor() or gradient.is_neg()):
         return gradient.clone()
     return gradient
+
+
+def unsigned(tensors: tuple) -> tuple:
+    """The tensors, with copies of views whose negative bit is set: kernels do not see that bit."""
+    return tuple([x if x is None or not x.is_neg() else x.resolve_neg() for x in tensors])
 
 
 def operator(name: str, mutates_args: tuple = (), like: tuple = ()):

@@ -18,10 +18,10 @@ from ...runtime import device
 from ...runtime.copies import on_dense
 from ...runtime.gluon import tile_map
 from ...runtime.launch import Launch
-from ..call import GdnBackward, GdnPieces
+from ..call import GdnBackward, GdnEntry, GdnPieces
 from ..portable.backward import APART, TOKENS
 from ..portable.primitives import on_read
-from .backward import Gradient, gradient_like, is_readable, pass_over_states
+from .backward import Gradient, is_readable, pass_over_states
 from .chunk import Halves, prompts
 from .plan import CAP, REGISTERS, Scan, block_map, computes, prepare_of, token_map
 from .summary import gdn_summary_kernel
@@ -77,14 +77,12 @@ class _Pieces(Halves):
         return finish
 
 
-def prepare_gdn_entry_bwd(call: GdnBackward) -> Optional[Callable]:
-    """The call's tensors -> the gradient of initial_state, and Tb, P and F of the chunks."""
-    if call.initial_state is None or call.cu_seqlens is None or not computes(call):
-        return None
-    return on_dense(_prepare_entry, call, *APART)
+def prepare_gdn_entry_bwd(call: GdnEntry) -> Optional[Callable]:
+    """The call's tensors -> Tb, P and F of the chunks; E goes to call.sent."""
+    return on_dense(_prepare_entry, call, *APART, "sent") if computes(call) else None
 
 
-def _prepare_entry(call: GdnBackward) -> Optional[Callable]:
+def _prepare_entry(call: GdnEntry) -> Optional[Callable]:
     fits = all(is_readable(call[i]) for i in TOKENS)
     return on_read(_Entry, call, *TOKENS, lies=is_readable) if fits else None
 
@@ -94,22 +92,20 @@ class _Entry:
 
     __slots__ = ("prepare", "states")
 
-    def __init__(self, call: GdnBackward):
-        self.prepare, ends = (
-            prepare_of(call),
-            (call.d_final_state, gradient_like(call.initial_state)),
-        )
+    def __init__(self, call: GdnEntry):
+        self.prepare, (slot, head, *_) = prepare_of(call), call.sent.stride()
+        shape, strides = (call.N, *call.state_shape), (slot, head, call.V, 1)
+        ends = call.d_final_state, torch.empty_strided(shape, strides, device="meta")
         self.states = pass_over_states(call, call.do, *ends, reverse=True, stores=False)
 
     def __call__(
-        self, q, k, v, g, beta, A_log, dt_bias, initial, cu_seqlens, do, d_final, *_
-    ) -> Tuple[Tensor, tuple]:  # fmt: skip
+        self, q, k, v, g, beta, A_log, dt_bias, _, cu_seqlens, do, d_final, sent
+    ) -> Tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         with device.on(q.device):
             tb, p, f, decay = self.prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens)
-            d_initial = torch.empty_like(initial)
             # with decays it keeps neither tokens nor states: their maps are of what it reads
-            self.states(k, q, do, do, tb, tb, p, f, tb, d_final, d_initial, cu_seqlens, decay)
-        return d_initial, (tb, p, f)
+            self.states(k, q, do, do, tb, tb, p, f, tb, d_final, sent, cu_seqlens, decay)
+        return tb, p, f
 
 
 def prepare_gdn_begun_bwd(call: GdnBackward) -> Optional[Callable]:
