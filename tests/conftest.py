@@ -182,6 +182,14 @@ def paranoid():
         yield
 
 
+@pytest.fixture(autouse=True)
+def no_group():
+    """Ends the process group of a test that made one."""
+    yield
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 def is_for_another_session(item) -> bool:
     """It needs a GPU, and there is none; or it is for Triton's interpreter, and this session is
     not, or the other way round."""

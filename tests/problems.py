@@ -7,6 +7,7 @@ The reference of a call is the function itself in fp64 on the CPU: plain torch, 
 from typing import Callable, Dict, NamedTuple, Tuple
 
 import torch
+import torch.distributed as dist
 from conftest import load_package
 from torch import Tensor
 
@@ -117,6 +118,20 @@ def ends(B, T):
     """cu_seqlens of B sequences; of an odd number of tokens the first has none."""
     found = torch.arange(B + 1) * T
     found[1:2] *= (T + 1) % 2 if B > 1 else 1
+    return found
+
+
+def fragments(draw, B, T, make=rule, states=(4, 16, 16)):
+    """Rows whose halves, the second one first, are fragments of one process: they are chained as
+    those of several are. A state for each; the first one's is read."""
+    found, half = make(draw, B, T), T // 2
+    if not dist.is_initialized():  # tests/conftest.py ends it
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    found["cp_context"] = cp = load_package().build_cp_context(
+        [T * n for n in range(B + 1)], batch_size=B, layout=[[(half, T), (0, half)]]
+    )
+    name = next(x for x in ("initial_state", "initial_states") if x in found)
+    found[name] = draw(len(cp.pieces), *states) * 0.2
     return found
 
 
@@ -383,6 +398,9 @@ form("chunk_kda", "bounded", with_more(
     lambda *a: raw(*a, make=channels), lower_bound=-5.0,
 ), grads=RAW)  # fmt: skip
 form(CHUNK, "kept", with_more(raw, recompute=False, allow_neg_eigval=True), grads=RAW)
+form(CHUNK, "fragments", fragments, tokens=11, rows=())
+form("causal_conv1d_fn", "fragments", lambda *a: fragments(*a, convolution, (8, 3)), tokens=11,
+     rows=())  # fmt: skip
 form("causal_conv1d_fn", "plain", with_more(
     convolution, "initial_states", "return_final_states", "bias", "activation",
 ), grads=("x", "weight"), rows=("x",))  # fmt: skip

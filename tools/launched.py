@@ -484,7 +484,9 @@ def _pieces(kernel, T=8192, H=16, HV=64, D=128, slots=1, with_m=False, known=Fal
     options = call.GdnOptions(D**-0.5, use_qk_l2norm=True, output_final_state=True)
     one = (q, q, v, g, g, None, None, start, lengths)
     if grad:
-        tensors = (*one, v, torch.empty_like(start), None, None, None)
+        last = torch.empty_like(start)
+        more = (values(slots, HV, D, D, dtype=FP32),) if grad == "entry" else (None, None, None)
+        tensors = (*one, v, last, *more)
         options = call.GradientOptions(True, *options)
         launch = getattr(ops, grad.upper()).serving(tensors, options)
         if grad == "begun":

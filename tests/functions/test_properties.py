@@ -16,10 +16,14 @@ every_problem = pytest.mark.parametrize("name", EVERY)
 # of forms, uses that begin with what is not the function's: threads, and modes that watch it
 PROBLEMS_ALONE = ("four threads", "fake tensors", "a CUDA graph", "a counter of operations",
                   "detect_anomaly", "tensors of inference_mode afterwards")  # fmt: skip
+_FRAGMENTS = ("chunk_gated_delta_rule, fragments", "causal_conv1d_fn, fragments")
 REFUSED = {  # by a use, what has no answer in it
+    "no rows": _FRAGMENTS,
+    "no rows, gradient of a sum": _FRAGMENTS,
+    "torch.func.grad": _FRAGMENTS,
     "no tokens": ("fused_recurrent_gated_delta_rule, drafts", "fused_recurrent_kda, drafts"),
     "autocast": ("fused_recurrent_gated_delta_rule, out", "fused_recurrent_kda, out"),
-    "torch.func.vmap": ("chunk_gated_delta_rule, pool that is read",),
+    "torch.func.vmap": ("chunk_gated_delta_rule, pool that is read", *_FRAGMENTS),
     "a CUDA graph": ("chunk_gated_delta_rule, packed", "chunk_kda, packed"),
 }
 UNLIKE = {  # by a use, what it does not ask for
@@ -95,12 +99,13 @@ def by_operators(kernels=False):
     def first(self, tensors, options):
         given = tensors if self.cast is None else self.cast(*tensors)
         call = self.check(self.kind(*given, options))
-        traced = hasattr(self, "op") or needs_grad(call)
+        traced = self.op is not None or needs_grad(call)
         return self._traced(call) if traced else self._reference(call)
 
     def recorded(self, fields):
         copies = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in fields]
-        calls.setdefault(self.op, copies)
+        if self.op is not None:
+            calls.setdefault(self.op, copies)
         return launcher(self, fields)
 
     def has_reference(self, call, grad):

@@ -52,7 +52,7 @@ def test_options():
 def test_operators_end_with_the_options(module, operator, options):
     """In their order: `*options` of a call are the last arguments."""
     found = getattr(submodule(module), operator)
-    schema = getattr(found, "op", found)._opoverload._schema
+    schema = found.op._opoverload._schema
     names = tuple(argument.name for argument in schema.arguments)
     assert names[-len(options._fields) :] == options._fields
     assert "options" not in names

@@ -284,7 +284,7 @@ class _Chunk(torch.autograd.Function):
         return o, states
 
     @staticmethod
-    @differentiating_once
+    @differentiating_once("chunk_gated_delta_rule over ranks")
     def backward(ctx, do, d_states):
         (*tensors, start, sent), blocks = (kept := ctx.saved_tensors)[:9], kept[9:]
         do = torch.zeros_like(tensors[2]) if do is None else do

@@ -162,7 +162,7 @@ class _Convolution(torch.autograd.Function):
         return y, final
 
     @staticmethod
-    @differentiating_once
+    @differentiating_once("causal_conv1d_fn over ranks")
     def backward(ctx, dy, d_final):
         x, weight, bias, history = ctx.saved_tensors
         dy = torch.zeros_like(x) if dy is None else dy

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..runtime import dispatch
 from ..runtime.operation import Operation
-from ..runtime.ops import applying, differentiating, last_derivative, transformed
+from ..runtime.ops import applying, differentiating_once, transformed
 from . import reference
 from .call import MOST, Lora, LoraGradient, LoraOptions
 
@@ -34,13 +34,8 @@ class _Projections(torch.autograd.Function):
         return tuple(ys)
 
     @staticmethod
-    @differentiating
+    @differentiating_once("a projection with adapters")
     def backward(ctx, *dys):
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                found = _Projections.backward(ctx, *dys)
-            tensors = (*ctx.saved_tensors, *dys)
-            return last_derivative("a projection with adapters", tensors, found)
         needs, count = ctx.needs_input_grad[2:-1], len(ctx.options.scales)
         x, h, seed, *given = ctx.saved_tensors
         shape, x = x.shape, x.reshape(-1, x.shape[-1])

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..decoding.capture import Graph
 from ..decoding.watch import ModelWatch
 from ..runtime.operation import keeps_graph
-from ..runtime.ops import last_derivative
+from ..runtime.ops import differentiating_once
 from .layer_call import Eager, LayerState, filled, leaves_of, stand_ins, why_not
 
 # Relative difference of a replay from the eager layer beyond which it computes something else:
@@ -241,9 +241,6 @@ class _Replay(torch.autograd.Function):
         return step.y.clone()
 
     @staticmethod
+    @differentiating_once("a layer in a CUDA graph")
     def backward(ctx, dy):
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                found = _Replay.backward(ctx, dy)
-            return last_derivative("a layer in a CUDA graph", (*ctx.saved_tensors, dy), found)
         return (None, None, None, *ctx.step.gradients(dy, ctx.ticket, ctx.saved_tensors))

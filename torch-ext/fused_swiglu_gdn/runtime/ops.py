@@ -7,7 +7,6 @@ from typing import Callable, Iterable, Optional, Tuple
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 from torch.library import CustomOpDef
 
@@ -95,12 +94,23 @@ def differentiating(backward: Callable, more: tuple = ()) -> Callable:
     return differentiate
 
 
-def differentiating_once(backward: Callable) -> Callable:
-    """The same, of a Function without a second derivative: where one is asked for, torch's
-    once_differentiable says so, which costs more than the rest of the Function otherwise."""
-    run = differentiating(backward)
-    refusing = once_differentiable(run)
-    return lambda *given: (refusing if torch.is_grad_enabled() else run)(*given)
+def differentiating_once(function: str) -> Callable:
+    """The same, as a decorator, of a Function without a second derivative: where one is asked for,
+    the error names this function."""
+
+    def decorate(backward: Callable) -> Callable:
+        run = differentiating(backward)
+
+        def differentiate(ctx, *gradients):
+            if not torch.is_grad_enabled():
+                return run(ctx, *gradients)
+            with torch.no_grad():
+                found = run(ctx, *gradients)
+            return last_derivative(function, (*ctx.saved_tensors, *gradients), found)
+
+        return differentiate
+
+    return decorate
 
 
 def applying(function: type, tensors: Iterable[Optional[torch.Tensor]]) -> Callable:
