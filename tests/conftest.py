@@ -182,11 +182,16 @@ def paranoid():
         yield
 
 
+def has_group() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 @pytest.fixture(autouse=True)
 def no_group():
     """Ends the process group of a test that made one."""
+    before = has_group()
     yield
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if has_group() and not before:
         torch.distributed.destroy_process_group()
 
 

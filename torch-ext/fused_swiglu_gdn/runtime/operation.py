@@ -269,7 +269,8 @@ class Operation(CallCache):
         run = self.find(tensors, options, True)
         if run is None:
             call = self.kind.of(fields)
-            run = self._prepared(call) or self._contiguous(call.options)
+            plain = all([x is None or type(x) in PLAIN for x in tensors])
+            run = (plain and self._prepared(call)) or self._contiguous(call.options)
             if fast_path_ok():
                 self.keep(tensors, options, run)
         return run
