@@ -15,6 +15,7 @@ from ..layers.replay import PAYS_FROM
 from ..parallel.checks import is_group
 from ..runtime.checks import are_flags, are_words, is_int, is_model
 from .context_attention import restore_attention, serve_attention
+from .context_trial import why_not_exchanged
 from .experts import restore_experts, serve_experts
 from .fused_loss import LEAST, serve_loss
 from .lora import note_of
@@ -85,7 +86,8 @@ def kernelize(
         TypeError: model is no nn.Module, replay no int, a flag no bool, or trust no list of
             classes of modules.
         ValueError: mode, only, skip or loss is no known word; replay is 1 or negative; with
-            cp_group, a Gated DeltaNet layer cannot be replaced, or only or skip excludes it.
+            cp_group, a Gated DeltaNet layer cannot be replaced, or only or skip excludes it, or
+            a trial of a few tokens finds that the model mixes tokens in another way.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -117,7 +119,12 @@ def kernelize(
         rows = _serve_modules(modules, kinds, replay)
     if cp_group is not None:
         _exchanges_states(model, rows)
-        rows += serve_attention(model) if cp_attention else []
+        if cp_attention:
+            rows += serve_attention(model)
+            why = why_not_exchanged(modules)
+            if why is not None:
+                restore(model)
+                raise ValueError(f"model must exchange all it mixes with cp_group, but it {why}")
     restore_graphs(modules)
     restore_training_graphs(modules)
     with trusting(trust):

@@ -5,7 +5,9 @@ Every rank computes the outputs of its own tokens, segment by segment, from the 
 sequences.
 """
 
-from typing import List, Optional
+import contextlib
+import contextvars
+from typing import Callable, Iterator, List, Optional
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,8 @@ from .report import Row
 
 NAME = "fused_swiglu_gdn_cp"
 BEFORE = "_attn_implementation_before"  # attribute of a model whose attention gathers
+OTHER = torch.zeros(1, 1, 1, 1, dtype=torch.bool)  # in place of a mask that is not computed here
+_judging = contextvars.ContextVar("judging", default=False)
 UNKNOWN = ("sliding_window", "softcap", "s_aux")  # of attention functions: not computed here
 
 
@@ -40,12 +44,18 @@ def gathered_attention(
         )
     checks.is_context(cp_context)
     checks.holds_tokens(cp_context, "query", query.shape[0], query.shape[2])
+    if attention_mask is OTHER or kwargs.get("is_causal") is False:
+        raise ValueError(
+            "attention must be causal and to all tokens of a sequence with cp_context, but a "
+            f"{type(module).__name__} has a window, chunks or tokens that see later ones"
+        )
     given = {"attention_mask": attention_mask, "dropout": dropout}
     for name, x in {**given, **{name: kwargs.get(name) for name in UNKNOWN}}.items():
         checks.is_absent(name, x)
     if not getattr(module, "is_causal", True):
         raise ValueError("cp_context must not be given for attention that is not causal")
-    both = cp_context.unshard(torch.stack([key, value]), 3)  # one message for both
+    both = cp_context.unshard(torch.cat([key, value], -1), 2)  # one message for both
+    both = both.split([key.shape[-1], value.shape[-1]], -1)
     return _attention(query, *both, scaling, cp_context), None
 
 
@@ -61,7 +71,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, scale: Optional[float], cp: CpCo
         rows[row].append(_causal(*parts, scale))
     outputs = [torch.cat(parts, 2) for parts in rows if parts]
     if not outputs:  # no tokens here: yet the backward is to reach the gather, as in the others
-        return (q + k.flatten()[:0].sum() + v.flatten()[:0].sum()).transpose(1, 2)
+        empty = q.new_empty(*q.shape[:3], v.shape[-1])
+        return (empty + sum(x.flatten()[:0].sum() for x in (q, k, v))).transpose(1, 2)
     return torch.cat(outputs).transpose(1, 2).contiguous()
 
 
@@ -76,10 +87,37 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: Optional[float]) -> Tensor:
     )
 
 
-def _no_mask(*args, attention_mask=None, **kwargs) -> None:
-    """The mask function of this implementation: segments determine the mask."""
+def _no_mask(
+    *args, attention_mask=None, local_size=None, mask_function=None, **kwargs
+) -> Optional[Tensor]:
+    """The mask function of this implementation: segments determine the mask.
+
+    Models make masks of all kinds, whether or not a layer has such attention; only that refuses.
+    """
     if attention_mask is not None:
         raise ValueError("attention_mask must not be given with cp_context: sequences are packed")
+    if local_size is not None or _judging.get() and not _is_causal(mask_function):
+        return OTHER
+    return None
+
+
+@contextlib.contextmanager
+def judging_masks() -> Iterator[None]:
+    """Inside, masks of one sequence a row are tried: any that is not causal and to all tokens
+    refuses."""
+    token = _judging.set(True)
+    try:
+        yield
+    finally:
+        _judging.reset(token)
+
+
+def _is_causal(function: Callable) -> bool:
+    """True if a mask function of transformers has token `far` see those up to itself."""
+    far = 1 << 30
+    kv = [torch.tensor(x) for x in (0, 1, far // 3, far, far + 1)]
+    q, first = kv[3], kv[0]
+    return [bool(function(first, first, q, x)) for x in kv] == [True] * 4 + [False]
 
 
 def serve_attention(model: nn.Module) -> List[Row]:

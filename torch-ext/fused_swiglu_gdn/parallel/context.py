@@ -4,7 +4,6 @@ from functools import partial
 from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..runtime.cache import CallCache, fast_path_ok
@@ -75,7 +74,7 @@ class CpContext:
 
     @torch.inference_mode(False)  # its tensors are to serve training as well
     def __init__(self, cu: Sequence[int], group, layout: Sequence, batch_size: int, device):
-        self.group, self.rank, self.size = group, dist.get_rank(group), exchange.size(group)
+        self.group, self.rank, self.size = group, exchange.rank(group), exchange.size(group)
         self.device, self.batch_size = device, batch_size
         self.lengths, self.layout = list(cu), layout  # of the whole stream; of each of its rows
         self.row = cu[-1] // batch_size  # tokens of a row, over all processes
@@ -107,11 +106,13 @@ class CpContext:
         spans = [torch.arange(s, s + p.length) for s, p in zip(starts, self.pieces)]
         return torch.cat(spans) if spans else torch.arange(0)
 
+    @torch.compiler.disable
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """The local tokens of x, which holds the rows of the whole batch along `dim`."""
         _has_tokens(x, dim, self.row, "a row")
         return x.index_select(dim, self.columns(x.device))
 
+    @torch.compiler.disable
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
         """The tokens of all ranks in their order, from the local ones: the inverse of shard.
 

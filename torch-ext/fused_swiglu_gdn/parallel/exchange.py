@@ -18,6 +18,10 @@ def size(group) -> int:
     return (dist.group.WORLD if group is None else group).size()
 
 
+def rank(group) -> int:
+    return (dist.group.WORLD if group is None else group).rank()
+
+
 def has(group, backend: str) -> bool:
     """True if the group has this backend, such as "cuda:nccl", for a type of device.
 
@@ -103,6 +107,8 @@ def agrees(group) -> bool:
     (TORCH_DISTRIBUTED_DEBUG), and never during the capture of a CUDA graph; gloo blocks the host
     anyway.
     """
+    if size(group) == 1:
+        return False
     if not has(group, "cuda:nccl"):
         return True
     debugged = dist.get_debug_level() != dist.DebugLevel.OFF
