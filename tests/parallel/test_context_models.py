@@ -162,3 +162,29 @@ def test_compiled(kernel, group, name):
         assert relative_error(out.logits, part["cp_context"].shard(model(ids).logits)) < 1e-5
     out.loss.backward()
     assert all(p.grad is not None for p in shared.parameters())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", SERVED)
+def test_on_a_gpu(kernel, group, name, dtype):
+    """Its roundings are not taken for something else, and models that mix in another way are still
+    found."""
+    model, ids = made(name, **MORE.get(name, {})).to("cuda", dtype), torch.randint(8, 90, (2, 40))
+    shared, ids = copy.deepcopy(model), ids.cuda()
+    kernel.kernelize(shared, mode="training", cp_group=group)
+    part = kernel.shard_batch({"input_ids": ids}, group, layout=LAYOUT)
+    with torch.no_grad():
+        want = part["cp_context"].shard(model(ids).logits)
+        # a rounding sends a token to another expert
+        limit = (0.2 if name in OF_EXPERTS else 0.05) if dtype is torch.bfloat16 else 1e-3
+        assert relative_error(shared(**part).logits, want) < limit
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["falcon", "bloom", "lfm2", "minimax", "llama4_text"])
+def test_what_a_gpu_refuses(kernel, group, name):
+    says, more = REFUSED[name]
+    model = made(name, **more).to("cuda", torch.bfloat16)
+    with pytest.raises(ValueError, match=says):
+        kernel.kernelize(model, cp_group=group)

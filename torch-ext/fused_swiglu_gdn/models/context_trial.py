@@ -1,4 +1,4 @@
-"""Whether all that mixes tokens in a model exchanges with other ranks: a few tokens are tried.
+"""A trial of a few tokens: does all that mixes tokens in a model exchange with other ranks?
 
 They run twice in this process: as one fragment of a sequence, and as two, the later one first,
 which exchange keys and states as ranks do, beside another sequence. In the second run every module
