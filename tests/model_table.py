@@ -22,6 +22,7 @@ from typing import Dict, List, Optional
 import fp8_problems
 import pytest
 import sweep_models
+import sweep_on_gpu
 import torch
 from conftest import ROOT, load_package, submodule
 from emulated_graph import EmulatedGraph
@@ -51,8 +52,7 @@ HEAD = """# Models
 written by `python tests/model_table.py --run`: each model is made from its default configuration
 with small sizes, and the flags of its published checkpoints where the defaults have none (shared
 keys and values, kinds of layers); its logits, greedy tokens and gradients are compared before and
-after, with the package's reference in place of kernels. **No row was run on a GPU**; what was
-measured there is in [benchmarks.md](benchmarks.md).
+after, with the package's reference in place of kernels, on a CPU.
 
 - **yes**: all modules of the kind are replaced. **part**: some are. **no**: they are left alone and
   run transformers' code. Empty: the model has none, or the kind could not be tried.
@@ -244,7 +244,8 @@ def page(record: dict) -> str:
         f"{len(newest)} types of {releases[-1]} that could be made and called, all modules of a "
         f"kind are replaced in: {', '.join(counts)}."
     )
-    parts = [HEAD, said, "\n".join([head, *rows]), left_alone()]
+    on_gpu = wrapped(sweep_on_gpu.told(read(sweep_on_gpu.RECORD)))
+    parts = [HEAD, on_gpu, said, "\n".join([head, *rows]), left_alone()]
     for (title, why), found in zip(MORE, apart):
         if found:
             by_state = {}
