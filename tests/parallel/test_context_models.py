@@ -131,6 +131,22 @@ def test_models_that_cannot_be_tried(kernel, group):
     kernel.kernelize(lfm2, cp_group=group, cp_attention=False)
 
 
+def test_positions_that_the_model_counts(kernel, group):
+    model, ids = random_model("qwen3_5_text"), torch.randint(8, 90, (2, 40))
+    kernel.kernelize(model, cp_group=group)
+    part = kernel.shard_batch({"input_ids": ids}, group, layout=LAYOUT)
+    want = model(**part).logits
+    copied = {**part, "position_ids": part["position_ids"].clone()}
+    assert torch.equal(model(**copied).logits, want)
+    part = kernel.shard_batch({"input_ids": ids}, group, layout=LAYOUT)
+    del part["position_ids"]
+    with pytest.raises(ValueError, match="position_ids must be cp_context.position_ids"):
+        model(**part)
+    whole = kernel.shard_batch({"input_ids": ids}, group, layout=[[(0, 40)]])
+    del whole["position_ids"]
+    assert model(**whole).logits.isfinite().all()  # the same numbers
+
+
 def test_masks():
     masks = pytest.importorskip("transformers.masking_utils")
     is_causal, causal = submodule("models.context_attention")._is_causal, masks.causal_mask_function

@@ -10,7 +10,8 @@ ours. The files by what they are for:
   gated_delta_net, kimi_delta_attention, delta_layers, delta_trial, delta_copies; moe_blocks,
   router_trial, router_choice; experts, experts_trial, experts_before; fp8; lora;
   formats
-- whole models: loss, fused_loss, mtp; context_attention, context_trial; training_graphs, layer_step, layer_call
+- whole models: loss, fused_loss, mtp; context_attention, context_trial; training_graphs,
+  layer_step, layer_call
 - for people: report, releases, hub
 """
 

@@ -44,6 +44,7 @@ def gathered_attention(
         )
     checks.is_context(cp_context)
     checks.holds_tokens(cp_context, "query", query.shape[0], query.shape[2])
+    _has_positions(cp_context, kwargs.get("position_ids"))
     if attention_mask is OTHER or kwargs.get("is_causal") is False:
         raise ValueError(
             "attention must be causal and to all tokens of a sequence with cp_context, but a "
@@ -57,6 +58,30 @@ def gathered_attention(
     both = cp_context.unshard(torch.cat([key, value], -1), 2)  # one message for both
     both = both.split([key.shape[-1], value.shape[-1]], -1)
     return _attention(query, *both, scaling, cp_context), None
+
+
+def _has_positions(cp: CpContext, given: Optional[Tensor]) -> None:
+    """Checks once for a context that its positions have been given to the model, which else counts
+    from 0 in every process. The host waits only where they lie elsewhere."""
+    own = cp.position_ids
+    if given is None or given is own or given.shape != own.shape:
+        return
+    if (
+        given.data_ptr() == own.data_ptr()
+        or given.is_cuda
+        and torch.cuda.is_current_stream_capturing()
+    ):
+        return
+
+    def check() -> bool:
+        if not torch.equal(given, own.to(given.device, given.dtype)):
+            raise ValueError(
+                "position_ids must be cp_context.position_ids, as shard_batch has them: this "
+                "model has counted others"
+            )
+        return True
+
+    cp.once("positions of the model", check)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, scale: Optional[float], cp: CpContext) -> Tensor:
