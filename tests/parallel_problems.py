@@ -313,6 +313,50 @@ def batches(group) -> Dict[str, int]:
     return wrong
 
 
+def channels(group) -> Dict[str, float]:
+    """Largest errors of chunk_kda over the processes, in fp64: outputs, states and gradients beside
+    those of one process; calls that skip the checks are as those before them."""
+    kernel, errors, T, HV, D = load_package(), {}, 48, 2, 8
+    torch.manual_seed(0)
+    q, k, v, raw, beta = (torch.randn(1, T, n, D).double() for n in (1, 1, HV, HV, HV))
+    tensors = [q, k, v, raw, beta[..., 0].sigmoid()]
+    tensors += [torch.randn(1, 1, HV, 1).double() * 0.1, torch.randn(HV * D).double() * 0.1]
+    do, starts, ends = torch.randn_like(v), *torch.randn(2, 2, HV, D, D).double() * 0.3
+
+    def call(x: list, **where) -> tuple:
+        *five, A_log, dt_bias, start = x
+        options = {"use_gate_in_kernel": True, "A_log": A_log, "dt_bias": dt_bias, **where}
+        return kernel.chunk_kda(*five, initial_state=start, output_final_state=True, **options)
+
+    for lengths in ([0, T], [0, 30, T]):
+        leaves = [x.requires_grad_() for x in (*tensors, starts[: len(lengths) - 1])]
+        whole = call(leaves, cu_seqlens=torch.tensor(lengths))
+        want = torch.autograd.grad(whole, leaves, (do, ends[: len(lengths) - 1]))
+        for layout in ("contiguous", "zigzag"):
+            cp = kernel.build_cp_context(lengths, group, layout=layout)
+            first, last = (x.view(-1, 1, 1, 1) for x in (cp.starts_here, cp.ends_here))
+            own = [cp.shard(x.detach()) for x in tensors[:5]]
+            own += [*tensors[5:], starts[cp.sequences]]
+            own = [x.detach().requires_grad_() for x in own]
+            with unchecked():
+                for _ in range(2):
+                    o, states = call(own, cp_context=cp)
+                    given = cp.shard(do), ends[cp.sequences] * last
+                    got = torch.autograd.grad((o, states), own, given)
+            found = [(cp.unshard(o), whole[0])]
+            found += [(cp.unshard(x), y) for x, y in zip(got[:5], want)]
+            for x, y in zip(got[5:7], want[5:7]):
+                dist.all_reduce(x := x.clone(), group=group)
+                found.append((x, y))
+            for x, y in ((got[7] * first, want[7]), (states * last, whole[1])):
+                x = torch.zeros_like(y).index_add(0, cp.sequences, x)
+                dist.all_reduce(x, group=group)
+                found.append((x, y))
+            worst = max(relative_error(x.detach(), y.detach()) for x, y in found)
+            errors[f"{lengths}, {layout}"] = worst
+    return errors
+
+
 def calls_of_the_rule(group) -> Dict[str, list]:
     """Number of runs of the rule and of its gradient in this process: one for segments that need no
     other rank's state, and one for those whose state no rank waits for."""
@@ -409,6 +453,8 @@ def process(rank: int, folder: str, kind: str) -> None:
                     found[name] = check(case, wanted[name], groups[case.P], kind)
         if rank < min(3, world):
             found["unshard"] = unsharded(groups[min(3, world)], kind)
+        if kind == "cpu":
+            found["channels"] = channels(groups[world])
         if rank < 3 and kind == "cpu":
             found["batches"] = batches(groups[3])
         if rank < 2 and kind == "cpu":

@@ -399,6 +399,7 @@ form("chunk_kda", "bounded", with_more(
 ), grads=RAW)  # fmt: skip
 form(CHUNK, "kept", with_more(raw, recompute=False, allow_neg_eigval=True), grads=RAW)
 form(CHUNK, "fragments", fragments, tokens=11, rows=())
+form("chunk_kda", "fragments", lambda *a: fragments(*a, channels), tokens=11, rows=())
 form("causal_conv1d_fn", "fragments", lambda *a: fragments(*a, convolution, (8, 3)), tokens=11,
      rows=())  # fmt: skip
 form("causal_conv1d_fn", "plain", with_more(

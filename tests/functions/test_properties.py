@@ -16,7 +16,11 @@ every_problem = pytest.mark.parametrize("name", EVERY)
 # of forms, uses that begin with what is not the function's: threads, and modes that watch it
 PROBLEMS_ALONE = ("four threads", "fake tensors", "a CUDA graph", "a counter of operations",
                   "detect_anomaly", "tensors of inference_mode afterwards")  # fmt: skip
-_FRAGMENTS = ("chunk_gated_delta_rule, fragments", "causal_conv1d_fn, fragments")
+_FRAGMENTS = (
+    "chunk_gated_delta_rule, fragments",
+    "chunk_kda, fragments",
+    "causal_conv1d_fn, fragments",
+)
 REFUSED = {  # by a use, what has no answer in it
     "no rows": _FRAGMENTS,
     "no rows, gradient of a sum": _FRAGMENTS,

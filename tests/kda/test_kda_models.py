@@ -169,13 +169,19 @@ def test_other_code_is_left_alone(kernel, monkeypatch):
 
 
 def test_sequences_are_not_shared_among_processes(kernel, monkeypatch):
-    """The states of these layers are not exchanged: that is said, and nothing is served wrong."""
+    """The states of layers that are left alone are not exchanged: that is said."""
     model = random_model("kimi_linear")
     monkeypatch.setattr(submodule("models.apply"), "is_group", lambda group, name: None)
-    with pytest.raises(ValueError, match="no Kimi Delta Attention layer with cp_group"):
-        kernel.kernelize(model, cp_group=object())
+    kind = type(layer_of(model))
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "forward", lambda self, hidden_states, **more: hidden_states)
+        with pytest.raises(ValueError, match="left alone: .* patched"):
+            kernel.kernelize(model, cp_group=object())
     layer = layer_of(served(kernel, model))
-    with pytest.raises(ValueError, match="cp_context must be None"):
+    with pytest.raises(TypeError, match="cp_context must come from build_cp_context"):
+        layer(torch.zeros(1, 4, 32), cp_context=object())
+    monkeypatch.setattr(kind, "forward", lambda self, hidden_states, **more: hidden_states)
+    with pytest.raises(ValueError, match="cp_context must not be given to a layer that is patched"):
         layer(torch.zeros(1, 4, 32), cp_context=object())
 
 

@@ -24,6 +24,7 @@ def device(kernel, monkeypatch):
     operations = [
         getattr(rules, x) for x in ("PIECES", "ENTRY", "BEGUN", "CHAIN", "CHUNK", "GRADIENT")
     ]
+    operations += [submodule("kda.ops").CHUNK, submodule("kda.ops").GRADIENT]
     operations += [convolutions.CONVOLUTION, convolutions.CONVOLUTION_GRADIENT]
     for where in where_kernels_run(torch.device(DEVICE), monkeypatch, *operations):
         yield where.type
@@ -68,6 +69,15 @@ class Rule(Case):
 
     def run(self, x: list, **options) -> torch.Tensor:
         return self.kernel.chunk_gated_delta_rule(*x, use_qk_l2norm_in_kernel=True, **options)[0]
+
+
+class Channels(Rule):
+    def wide(self) -> list:
+        q, k, v, g, beta = super().wide()
+        return [q, k, v, 0.1 * -torch.rand(1, T, *v.shape[2:3], q.shape[3]).double(), beta]
+
+    def run(self, x: list, **options) -> torch.Tensor:
+        return self.kernel.chunk_kda(*x, use_qk_l2norm_in_kernel=True, **options)[0]
 
 
 class Convolution(Case):
@@ -152,7 +162,7 @@ USES = (
 @both_ways
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", [Rule, Convolution])
+@pytest.mark.parametrize("kind", [Rule, Channels, Convolution])
 def test_uses(kernel, group, device, monkeypatch, kind, layout, use):
     monkeypatch.setattr(submodule("parallel.exchange"), "agrees", lambda group: False)
     torch.manual_seed(0)

@@ -11,8 +11,16 @@ from tiny_models import config_of, random_model
 
 LAYOUT = [[(20, 40), (0, 20)]]
 SERVED = ("llama", "qwen3", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid",
-          "deepseek_v3", "minicpm3", "gpt2", "mixtral")  # fmt: skip
-OF_EXPERTS = ("qwen3_5_moe_text", "qwen3_next", "deepseek_v3", "mixtral")  # in fp32
+          "deepseek_v3", "minicpm3", "gpt2", "mixtral", "kimi_linear",
+          "bailing_hybrid")  # fmt: skip
+OF_EXPERTS = (
+    "kimi_linear",
+    "bailing_hybrid",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+    "deepseek_v3",
+    "mixtral",
+)  # in fp32
 MORE = {"gpt2": {}, "mixtral": {}}
 # what the error says of models that mix tokens in other ways, or attend to some alone
 REFUSED = {
@@ -26,7 +34,6 @@ REFUSED = {
     "gemma2": ("has a window, chunks", {}),
     "bert": ("has a window, chunks or tokens that see later", {}),
     "stablelm": ("cp_context must be given", {}),
-    "kimi_linear": ("no Kimi Delta Attention layer", {}),
     "mamba2": ("model must have", {"num_heads": 4, "head_dim": 16, "n_groups": 1}),
 }  # fmt: skip
 
@@ -164,7 +171,7 @@ def test_masks():
         assert not is_causal(one)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_5_text"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_text", "kimi_linear"])
 def test_compiled(kernel, group, name):
     model = random_model(name)
     shared = copy.deepcopy(model)

@@ -93,6 +93,12 @@ def test_parts_of_batches(found):
         assert set(result["batches"].values()) == {0}, result["batches"]
 
 
+def test_gates_of_channels(found):
+    only_on_cpu(found)
+    for result in found[0]:
+        assert len(result["channels"]) == 4 and max(result["channels"].values()) < 1e-12
+
+
 def test_how_often_the_rule_runs(found):
     only_on_cpu(found)
     first, second = (result["calls"] for result in found[0][:2])
@@ -301,7 +307,8 @@ def test_what_a_call_like_an_earlier_one_skips(kernel, monkeypatch, grad):
     try:
         monkeypatch.setattr(submodule("parallel.exchange"), "agrees", lambda group: False)
         real = api._checked
-        monkeypatch.setattr(api, "_checked", lambda *given: (checked.append(1), real(*given))[1])
+        seen = lambda *given, **more: (checked.append(1), real(*given, **more))[1]  # noqa: E731
+        monkeypatch.setattr(api, "_checked", seen)
         cp = kernel.build_cp_context([0, 8])
 
         def run(T=4, dtype=torch.float32, cp=cp, **options):

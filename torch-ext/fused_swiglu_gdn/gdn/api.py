@@ -1,5 +1,6 @@
 """The gated delta rule with FLA's interface: in chunks, and token by token."""
 
+from functools import partial
 from typing import Optional, Tuple
 
 import torch
@@ -124,7 +125,9 @@ def chunk_gated_delta_rule(
         call = GdnCall(*tensors, GdnOptions(*options, save_blocks=saves))
         lengths = lengths_alone(call, cp_context)
         if lengths is None:
-            return chunk_with_context(call, cp_context, _checked, settings)
+            every = (*options, *settings)
+            check = partial(_checked, options=options, settings=settings)
+            return chunk_with_context(call, cp_context, check, every, "chunk_gated_delta_rule")
         tensors = (*tensors[:-1], lengths)
     operation = CHUNK if state_indices is None else CHUNK_IN_POOL
     o, state, checkpoints, *_ = operation(tensors, (*options, *settings))

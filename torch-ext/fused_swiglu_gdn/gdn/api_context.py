@@ -1,5 +1,5 @@
-"""chunk_gated_delta_rule with a cp_context: converts arguments for the operator, and results
-back."""
+"""chunk_gated_delta_rule and chunk_kda with a cp_context: converts arguments for the operator, and
+results back."""
 
 import operator
 from typing import Callable, Optional, Tuple
@@ -17,23 +17,35 @@ from .ops_context import prepare_chunk
 
 @torch.compiler.disable
 def chunk_with_context(
-    call: GdnCall, cp: object, check: Callable, settings: tuple
+    call: GdnCall,
+    cp: object,
+    check: Callable,
+    options: tuple,
+    function: str,
+    cast: Optional[Callable] = None,
 ) -> Tuple[Tensor, Optional[Tensor]]:
     """o and the states after the local segments.
 
-    check(tensors, options, settings) checks an ordinary call and returns it. All checks come before
-    the first collective, so that no rank waits for one that raised.
+    check(tensors) checks an ordinary call with these options of the function and returns it;
+    cast(*tensors): the tensors with A_log and dt_bias as it has them. All checks come before the
+    first collective, so that no rank waits for one that raised.
     """
     checks.is_context(cp)
-    made = _checked(call, cp, lambda x: check(x.tensors, x.options[:-2], settings))
+    made = _checked(call, cp, lambda x: check(x.tensors), function)
     run = _prepared(made, cp, call.v.shape)
     given = unsigned(call.tensors)
-    if call.cu_seqlens is None and all(map(operator.is_, given[:9], made[:9])):
-        cp.keep(call.tensors, (*call.options[:-2], *settings), run)
+    tokens, gates = operator.itemgetter(0, 1, 2, 3, 4, 7, 8), operator.itemgetter(5, 6)
+    if call.cu_seqlens is None and all(map(operator.is_, tokens(given), tokens(made))):
+        if all(map(operator.is_, gates(given), gates(made))):
+            cp.keep(call.tensors, options, run)
+        elif cast is not None:
+            cp.keep(call.tensors, options, lambda *tensors: run(*cast(*tensors)))
     return run(*unsigned(made.tensors))
 
 
-def _checked(call: GdnCall, cp: CpContext, check: Callable[[GdnCall], GdnCall]) -> GdnCall:
+def _checked(
+    call: GdnCall, cp: CpContext, check: Callable[[GdnCall], GdnCall], function: str
+) -> GdnCall:
     """The call in the operator's form; all ranks pass the checks or all raise."""
 
     def make() -> GdnCall:
@@ -46,7 +58,7 @@ def _checked(call: GdnCall, cp: CpContext, check: Callable[[GdnCall], GdnCall]) 
         sizes = (made.H, made.HV, made.K, made.V)
         return f"heads and dims {sizes}, {made.q.dtype}, gradients {needs_grad(made.tensors)}"
 
-    return agreed(make, facts, cp.group, "chunk_gated_delta_rule")
+    return agreed(make, facts, cp.group, function)
 
 
 def _prepared(made: GdnCall, cp: CpContext, shape: torch.Size) -> Callable:

@@ -14,7 +14,7 @@ that needs no other rank's state contain the values to send.
 States are [pieces, HV, K, V] here, in fp32 or fp64.
 """
 
-from typing import Callable, Optional, Tuple
+from typing import Callable, Dict, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -38,9 +38,22 @@ BEGUN = Operation("gdn.pieces", "gdn_begun_bwd", GdnBackward, None, schema=None)
 CHAIN = Operation("gdn.chain", "gdn_chain_fwd", GdnChain, chain, schema=None)
 
 
+class Rule(NamedTuple):
+    """A rule in chunks whose states are mapped affinely."""
+
+    chunk: Operation
+    gradient: Operation
+    backward: type  # of calls of the gradient
+
+
+RULES: Dict[type, Rule] = {GdnCall: Rule(CHUNK, GRADIENT, GdnBackward)}  # by the type of calls
+
+
 def _run(call: GdnCall) -> Tuple[Tensor, Tensor, Tuple[Tensor, ...]]:
     """o, the final states, and the prepared blocks if the call saves them."""
-    o, states, _, *blocks = CHUNK.launcher((*call.tensors, *call.options))(*call.tensors)
+    o, states, _, *blocks = RULES[type(call)].chunk.launcher((*call.tensors, *call.options))(
+        *call.tensors
+    )
     return o, states, tuple(blocks) if call.options.save_blocks else ()
 
 
@@ -55,7 +68,8 @@ def _run_here(call: GdnCall, cp: CpContext, start: Optional[Tensor]) -> tuple:
 
 def _gradients(call: GdnBackward) -> tuple:
     """Gradients of the first seven tensors of a call, and of its initial state."""
-    return GRADIENT.launcher((*call.tensors, *call.options))(*call.tensors)
+    operation = next(rule.gradient for rule in RULES.values() if rule.backward is type(call))
+    return operation.launcher((*call.tensors, *call.options))(*call.tensors)
 
 
 def _part(call: GdnCall, subset: Subset, start: Tensor) -> GdnCall:
@@ -111,12 +125,13 @@ def _known_states(call: GdnCall, cp: CpContext, here: Local) -> Tensor:
 class Launches:
     """The kernels' functions for calls with the same facts, which the first of them has found.
 
-    gradients: those for calls of the gradient of these calls.
+    kind: the type of the calls. gradients: those for calls of the gradient of these calls.
     """
 
-    __slots__ = ("pieces", "entry", "begun", "chain", "gradients")
+    __slots__ = ("kind", "pieces", "entry", "begun", "chain", "gradients")
 
-    def __init__(self):
+    def __init__(self, kind: type = GdnCall):
+        self.kind = kind
         self.pieces = self.entry = self.begun = self.chain = None
         self.gradients = CallCache()
 
@@ -149,7 +164,7 @@ def _to_send(
     given = call.initial_state is not None and here.slots is not None
     before = start.mT.contiguous() if given else None
     tensors = (*call.tensors[:7], start, call.cu_seqlens, here.slots, own, before)
-    if known.pieces is None and cp.tokens:
+    if known.pieces is None and cp.tokens and not call.channels:
         known.pieces = PIECES.serving(tensors, call.options)
     if known.pieces is not None:
         return own, known.pieces(*tensors)
@@ -217,7 +232,7 @@ def _to_send_back(
         asked if asked is None else incoming.rows_of(asked),
     )  # fmt: skip
     options = call.options._replace(values_only=True, save_blocks=False, state_dtype=None)
-    if known.entry is None:
+    if known.entry is None and not call.channels:
         known.entry = ENTRY.serving((*tensors, own), options)
     if known.entry is not None:
         blocks = known.entry(*tensors, own)
@@ -227,7 +242,7 @@ def _to_send_back(
         if own is sent:  # autograd would notice what is written
             own = torch.empty_like(sent)
         if here.outgoing.places:
-            E = _gradients(GdnBackward(*tensors, *NONE, options))[7]
+            E = _gradients(type(call)(*tensors, *NONE, options))[7]
         else:
             grads = _gradients_here(call, cp)
             E = incoming.rows_of(grads[7])
@@ -256,7 +271,7 @@ def chunk_backward(
     if here.outgoing.places:
         asked = call.d_final_state
         tensors = (*call[:10], call.initial_state, *call[11:14])  # one of the layout of the chain's
-        if known.begun is None:
+        if known.begun is None and not call.channels:
             known.begun = BEGUN.serving(tensors, call.options)
         exchanged = start_all_gather(own, cp.group, known.begun is None or full)
         finish = known.begun and known.begun(*tensors)
@@ -276,7 +291,7 @@ def chunk_backward(
 class _Chunk(torch.autograd.Function):
     @staticmethod
     def forward(ctx, cp, options, known, lengths, *tensors):
-        call = GdnCall(*tensors, None, lengths, options)
+        call = known.kind(*tensors, None, lengths, options)
         o, states, start, sent, blocks = chunk_forward(call, cp, known)
         ctx.cp, ctx.options, ctx.known, ctx.lengths = cp, options, known, lengths
         ctx.save_for_backward(*tensors[:7], start, sent, *blocks)
@@ -290,7 +305,8 @@ class _Chunk(torch.autograd.Function):
         do = torch.zeros_like(tensors[2]) if do is None else do
         q, k, _, g, beta, A_log, dt_bias, _ = wanted = ctx.needs_input_grad[4:]
         options = GradientOptions(not any((q, k, g, beta, A_log, dt_bias)), *ctx.options)
-        call = GdnBackward(*tensors, start, ctx.lengths, do, d_states, *(blocks or NONE), options)
+        kind = RULES[ctx.known.kind].backward
+        call = kind(*tensors, start, ctx.lengths, do, d_states, *(blocks or NONE), options)
         known = ctx.known.of_gradient((*call.tensors, sent), options)
         grads = chunk_backward(call, ctx.cp, sent, wanted[-1], known)
         return (*(None,) * 4, *(x if want else None for x, want in zip(grads, wanted)))
@@ -302,8 +318,9 @@ def prepare_chunk(cp: CpContext, made: GdnCall) -> Callable:
     options = made.options._replace(
         state_v_first=False, output_final_state=True, state_dtype=None
     )  # fmt: skip
-    lengths, known = cp.lengths_on(made.device), Launches()
+    kind = type(made)
+    lengths, known = cp.lengths_on(made.device), Launches(kind)
     if needs_grad(made.tensors):
         apply, own = applying(_Chunk, made.tensors), (cp, options, known, lengths)
         return lambda *tensors: apply(*own, *tensors)
-    return lambda *tensors: chunk_forward(GdnCall(*tensors, None, lengths, options), cp, known)[:2]
+    return lambda *tensors: chunk_forward(kind(*tensors, None, lengths, options), cp, known)[:2]

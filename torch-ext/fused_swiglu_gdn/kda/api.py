@@ -1,12 +1,16 @@
 """Kimi Delta Attention with FLA's interface: in chunks, and token by token."""
 
+from functools import partial
 from typing import Optional, Tuple
 
 import torch
 from torch import Tensor
 
+from ..gdn.api_context import chunk_with_context, lengths_alone
+from ..gdn.call import GdnOptions
 from ..gdn.checks import pool_of_prompts
 from ..gdn.ops import started
+from ..parallel.context import known_call
 from . import checks, ops
 from .call import KdaCall
 
@@ -44,7 +48,8 @@ def chunk_kda(
             lower_bound lower_bound * sigmoid(exp(A_log) * (g + dt_bias)).
         lower_bound: of the gates, negative, with use_gate_in_kernel; else it changes nothing.
         return_intermediate_states: refused; see checkpoint_every.
-        cp_context: refused.
+        cp_context: from build_cp_context, for sequences that are split among ranks, as in
+            chunk_gated_delta_rule.
         safe_gate, disable_recompute, cu_seqlens_cpu, use_graph, max_num_seqs: accepted, and change
             nothing. All gates are safe, and a CUDA graph can capture any call.
         A_log: HV elements in any shape, for use_gate_in_kernel; may be None with lower_bound: the
@@ -63,7 +68,7 @@ def chunk_kda(
 
     Raises:
         ValueError: a shape, device, scale, cu_seqlens or option does not fit, or
-            return_intermediate_states or cp_context is given.
+            return_intermediate_states is given.
         TypeError: an argument is no tensor or of the wrong dtype.
 
     Example:
@@ -78,7 +83,7 @@ def chunk_kda(
         (torch.Size([1, 100, 2, 32]), torch.Size([1, 2, 16, 32]))
     """
     checks.refused(
-        return_intermediate_states, cp_context, cu_seqlens_cpu, max_num_seqs, safe_gate=safe_gate,
+        return_intermediate_states, cu_seqlens_cpu, max_num_seqs, safe_gate=safe_gate,
         disable_recompute=disable_recompute, inplace_final_state=inplace_final_state,
         use_graph=use_graph,
     )  # fmt: skip
@@ -90,10 +95,22 @@ def chunk_kda(
     )  # fmt: skip
     if has_initial_state is not None or not inplace_final_state:
         inplace = bool(inplace_final_state)
-        if not inplace or ops.CHUNK_IN_POOL.find(tensors, options, True) is None:
+        known = inplace and cp_context is None
+        if not known or ops.CHUNK_IN_POOL.find(tensors, options, True) is None:
             call = checks.chunk(KdaCall(*checks.flat(*tensors), options), inplace)
-            pool_of_prompts(call, has_initial_state, None)
+            pool_of_prompts(call, has_initial_state, cp_context)
         tensors = started(tensors, has_initial_state, inplace)
+    if cp_context is not None:
+        run = known_call(cp_context, tensors, options)
+        if run is not None:
+            return run(*tensors)
+        call = KdaCall(*tensors, GdnOptions(*options[:9]))
+        lengths = lengths_alone(call, cp_context)
+        if lengths is None:
+            check = partial(_checked, options=options)
+            more = (options, "chunk_kda", checks.flat)
+            return chunk_with_context(call, cp_context, check, *more)
+        tensors = (*tensors[:-1], lengths)
     operation = ops.CHUNK if state_indices is None else ops.CHUNK_IN_POOL
     o, state, checkpoints = operation(tensors, options)
     if state_indices is not None:
@@ -103,6 +120,10 @@ def chunk_kda(
     elif not inplace_final_state:
         state = state.to(state_dtype or state.dtype)
     return (o, state, checkpoints) if checkpoint_every else (o, state)
+
+
+def _checked(tensors: tuple, options: tuple) -> KdaCall:
+    return checks.chunk(KdaCall(*checks.flat(*tensors), options))
 
 
 def fused_recurrent_kda(

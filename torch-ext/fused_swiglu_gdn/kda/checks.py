@@ -56,7 +56,6 @@ def _bound(lower_bound: object, use_gate: object):
 
 def refused(
     return_intermediate_states: object,
-    cp_context: object,
     cu_seqlens_cpu: object,
     max_num_seqs: object,
     **flags: object,
@@ -67,11 +66,6 @@ def refused(
         raise ValueError(
             "return_intermediate_states must be False: checkpoint_every returns the states after "
             f"every so many tokens, got {return_intermediate_states!r}"
-        )
-    if cp_context is not None:
-        kind = type(cp_context).__name__
-        raise ValueError(
-            f"cp_context must be None: sequences are not shared among processes here, got {kind}"
         )
     if cu_seqlens_cpu is not None:
         is_tensor("cu_seqlens_cpu", cu_seqlens_cpu)

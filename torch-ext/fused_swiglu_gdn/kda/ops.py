@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ..gdn.ops import step_operations
+from ..gdn.ops_context import RULES, Rule
 from ..gdn.ops_train import chunk_operations
 from . import checks
 from .call import KdaBackward, KdaCall, KdaStepCall
@@ -15,6 +16,7 @@ CHUNK, CHUNK_IN_POOL, GRADIENT = chunk_operations(
     "kda", KdaCall, KdaBackward, (kda_chunk_fwd, kda_chunk_bwd), "chunk_kda",
     check=checks.chunk, cast=checks.flat,
 )  # fmt: skip
+RULES[KdaCall] = Rule(CHUNK, GRADIENT, KdaBackward)
 
 
 def _with_strength(q, k, v, g, beta, *more) -> tuple:

@@ -30,11 +30,15 @@ class Arguments(NamedTuple):
     own: FrozenSet[str] = frozenset()  # keywords that the class's own forward has to take
 
 
-def forward_by(form, serve: Callable, name: str, compiled: Optional[bool] = None) -> Callable:
+def forward_by(
+    form, serve: Callable, name: str, compiled: Optional[bool] = None, exchanges: bool = False
+) -> Callable:
     """serve(module, hidden states, arguments by name, those that have none), or the class's own
     forward where no kernel may serve, for calls that no trial has made, and where that is None.
-    `compiled`: serve finds out itself who may, also where torch compiles, or only where not."""
+    `compiled`: serve finds out itself who may, also where torch compiles, or only where not.
+    exchanges: what the class's own forward does not, states with other processes."""
     kind = form.kind
+    own_forward = _alone(kind) if exchanges else kind.forward
     positional, names, required, more, hidden, fixed, own = form.arguments
     place = positional.index(hidden) if hidden in positional else len(positional)
     count = len(positional)
@@ -42,19 +46,20 @@ def forward_by(form, serve: Callable, name: str, compiled: Optional[bool] = None
     def forward(self, *args, **kwargs):
         x = args[place] if place < len(args) <= count else kwargs.get(hidden)
         able = compiled or serves(x, compiled is False)
+        able = able or exchanges and kwargs.get("cp_context") is not None
         if not able or not own.isdisjoint(kwargs):
-            return kind.forward(self, *args, **kwargs)
+            return own_forward(self, *args, **kwargs)
         given = kwargs
         if args:
             given = {**kwargs, **dict(zip(positional, args))}
             if len(given) != len(args) + len(kwargs):
-                return kind.forward(self, *args, **kwargs)
+                return own_forward(self, *args, **kwargs)
         for argument in required:
             if argument not in given:
-                return kind.forward(self, *args, **kwargs)
+                return own_forward(self, *args, **kwargs)
         for argument, default in fixed:
             if argument in given and not is_same(given[argument], default):
-                return kind.forward(self, *args, **kwargs)
+                return own_forward(self, *args, **kwargs)
         rest = {}
         for argument in given:
             if argument not in names:
@@ -63,10 +68,24 @@ def forward_by(form, serve: Callable, name: str, compiled: Optional[bool] = None
             found = serve(self, x, given, rest)
             if found is not None:
                 return found
-        return kind.forward(self, *args, **kwargs)
+        return own_forward(self, *args, **kwargs)
 
     forward.__wrapped__ = kind.forward  # whose arguments inspect and torch.fx then find
     forward.__qualname__ = f"{name}.forward"
+    return forward
+
+
+def _alone(kind: type) -> Callable:
+    """The class's own forward, for calls whose tokens are all in this process."""
+
+    def forward(self, *args, **kwargs):
+        if kwargs.get("cp_context") is not None:
+            raise ValueError(
+                "cp_context must not be given to a layer that is patched, sharded or left to its "
+                f"own forward, got one for a {kind.__name__}"
+            )
+        return kind.forward(self, *args, **kwargs)
+
     return forward
 
 

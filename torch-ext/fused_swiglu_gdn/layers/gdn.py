@@ -184,10 +184,9 @@ def forward_of(form: GdnForm) -> Callable:
             cache, mask = given.get(form.cache), given.get(form.mask)
             eager = not compiling and torch_unpatched(False)
             return computed(self, family, x, cache, mask, rest, eager)
-        _refuse_context(rest)
         return None
 
-    forward = forward_by(form, serve, form.layer, compiled=True)
+    forward = forward_by(form, serve, form.layer, compiled=True, exchanges=True)
     forward.view = {n: value if own is None else _named(own) for n, own, value in form.view}
     return forward
 

@@ -82,11 +82,10 @@ def forward_of(form: KdaForm) -> Callable:
     def serve(layer, x, given, rest):
         cache = given.get(form.cache)
         lengths = packed_lengths(rest)
-        if rest.get("cp_context") is not None:
-            raise ValueError("cp_context must be None: states of these layers are not exchanged")
+        cp = rest.get("cp_context")
         if rest.get("seq_idx") is not None or cache is not None and lengths is not None:
             return None
-        if x.is_cuda and torch.is_grad_enabled() and not _learns(layer, roles, x):
+        if cp is None and x.is_cuda and torch.is_grad_enabled() and not _learns(layer, roles, x):
             return None
         if not _is_as_known(layer, form):
             return None
@@ -96,9 +95,10 @@ def forward_of(form: KdaForm) -> Callable:
         bound = None if roles.bound is None else at(roles.bound)(layer)
         if roles.bound is not None and not (type(bound) in (int, float) and bound < 0.0):
             return None
-        return kimi_delta_attention(layer, roles, x, cache, given.get(form.mask), lengths, bound)
+        mask = given.get(form.mask)
+        return kimi_delta_attention(layer, roles, x, cache, mask, lengths, bound, cp)
 
-    return forward_by(form, serve, "KimiDeltaAttention")
+    return forward_by(form, serve, "KimiDeltaAttention", exchanges=True)
 
 
 def _is_as_known(layer: nn.Module, form: KdaForm) -> bool:
@@ -129,13 +129,15 @@ def _learns(layer: nn.Module, roles: Roles, x: torch.Tensor) -> bool:
 
 
 def kimi_delta_attention(
-    layer, roles: Roles, hidden_states, cache, mask, lengths, bound
+    layer, roles: Roles, hidden_states, cache, mask, lengths, bound, cp=None
 ) -> torch.Tensor:
     """hidden_states [B, T, hidden] -> [B, T, hidden], with both states in the cache updated."""
     x = without_padding(hidden_states, mask)
     heads = (*x.shape[:2], at(roles.A_log)(layer).numel(), _head_dim(layer, roles))
     qkv, f, z, b = _projected(layer, roles, x)
-    seq = Sequences(layer, at(roles.index)(layer), x, cache, {"cu_seqlens": lengths})
+    seq = Sequences(
+        layer, at(roles.index)(layer), x, cache, {"cu_seqlens": lengths, "cp_context": cp}
+    )
     q, k, v = [part.view(heads) for part in qkv.chunk(3, -1)]
     y = convolution(at(roles.conv)(layer), roles.activation, q, k, v, qkv, seq)
     q, k, v, f, z = [part.view(heads) for part in (*y.chunk(3, -1), f, z)]

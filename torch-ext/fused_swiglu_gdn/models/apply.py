@@ -86,8 +86,9 @@ def kernelize(
         TypeError: model is no nn.Module, replay no int, a flag no bool, or trust no list of
             classes of modules.
         ValueError: mode, only, skip or loss is no known word; replay is 1 or negative; with
-            cp_group, a Gated DeltaNet layer cannot be replaced, or only or skip excludes it, or
-            a trial of a few tokens finds that the model mixes tokens in another way.
+            cp_group, a layer of Gated DeltaNet or Kimi Delta Attention cannot be replaced, or only
+            or skip excludes it, or a trial of a few tokens finds that the model mixes tokens in
+            another way.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -121,7 +122,8 @@ def kernelize(
         _exchanges_states(model, rows)
         if cp_attention:
             rows += serve_attention(model)
-            why = why_not_exchanged(modules)
+            delta = [row.module for row in rows if kind_of(row) in ("gdn", "kda")]
+            why = why_not_exchanged(modules, delta)
             if why is not None:
                 restore(model)
                 raise ValueError(f"model must exchange all it mixes with cp_group, but it {why}")
@@ -147,15 +149,12 @@ def kernelize(
 def _exchanges_states(model: nn.Module, rows: List[Row]) -> None:
     """Raises ValueError for a model with a layer that would miss the states of other ranks."""
     for row in rows:
-        if kind_of(row) == "kda":
-            wrong = "no Kimi Delta Attention layer", "is one, whose states are not exchanged"
-        elif kind_of(row) == "gdn" and row.reason is not None:
-            wrong = "all its Gated DeltaNet layers served", f"is left alone: {row.reason}"
-        else:
-            continue
-        restore(model)
-        must, but = wrong
-        raise ValueError(f"model must have {must} with cp_group, but {row.module} {but}")
+        if kind_of(row) in ("gdn", "kda") and row.reason is not None:
+            restore(model)
+            raise ValueError(
+                "model must have all its Gated DeltaNet and Kimi Delta Attention layers served "
+                f"with cp_group, but {row.module} is left alone: {row.reason}"
+            )
 
 
 def _check_loss(loss: object) -> None:

@@ -7,7 +7,8 @@ itself gives something else.
 """
 
 import contextlib
-from typing import Callable, Dict, Iterator, List, Optional, Tuple
+import itertools
+from typing import Callable, Collection, Dict, Iterator, List, Optional, Set, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -102,10 +103,15 @@ class _Compared:
 
 
 @contextlib.contextmanager
-def _hooked(modules: Named, compared: _Compared) -> Iterator[None]:
-    """Inside, all modules are compared, and none is in training: dropout would differ."""
+def _hooked(modules: Named, compared: _Compared, apart: Set[nn.Module]) -> Iterator[None]:
+    """Inside, modules are compared, but those apart, and none is in training: dropout would
+    differ."""
     training = [module for _, module in modules if module.training]
-    hooks = [module.register_forward_hook(compared.hook(name)) for name, module in modules]
+    hooks = [
+        module.register_forward_hook(compared.hook(name))
+        for name, module in modules
+        if module not in apart
+    ]
     try:
         for module in training:
             module.training = False
@@ -135,19 +141,22 @@ def _is_here(model: nn.Module) -> bool:
 
 @torch.compiler.disable
 @torch.no_grad()
-def why_not_exchanged(modules: Named) -> Optional[str]:
+def why_not_exchanged(modules: Named, exchange: Collection[str]) -> Optional[str]:
     """Why a model whose attention gathers would be wrong over several ranks, or None.
 
-    modules: of all of it. A model that cannot be tried here, on meta or with partitioned weights,
-    is not.
+    modules: of all of it. exchange: the names of those that exchange states, whose parts are read
+    and not called, so that none may have a hook. A model that cannot be tried here, on meta or with
+    partitioned weights, is not.
     """
     model = _model_of(modules)
     if model is None or not _is_here(model):
         return None
     compared = _Compared()
+    inside = [[*module.modules()][1:] for name, module in modules if name in exchange]
+    apart = set(itertools.chain(*inside))
     try:
         whole, cut = _parts(model.get_input_embeddings())
-        with _hooked(named_modules(model), compared), dispatch.force("reference"):
+        with _hooked(named_modules(model), compared, apart), dispatch.force("reference"):
             with judging_masks():
                 model(**whole)  # whose positions are the model's own
             compared.second(cut["position_ids"][0, :TOKENS])
