@@ -5,6 +5,7 @@ import operator
 import sys
 from typing import Callable, FrozenSet, Iterable, NamedTuple, Optional, Tuple
 
+import torch
 from torch import nn
 
 from .norm import serves
@@ -37,16 +38,17 @@ def forward_by(
     forward where no kernel may serve, for calls that no trial has made, and where that is None.
     `compiled`: serve finds out itself who may, also where torch compiles, or only where not.
     exchanges: what the class's own forward does not, states with other processes."""
-    kind = form.kind
-    own_forward = _alone(kind) if exchanges else kind.forward
+    kind, own_forward = form.kind, _own_forward(form.kind, exchanges)
     positional, names, required, more, hidden, fixed, own = form.arguments
     place = positional.index(hidden) if hidden in positional else len(positional)
     count = len(positional)
 
     def forward(self, *args, **kwargs):
+        shared = exchanges and kwargs.get("cp_context") is not None
+        if shared and not compiled and torch.compiler.is_compiling():
+            return in_eager_mode(self, *args, **kwargs)
         x = args[place] if place < len(args) <= count else kwargs.get(hidden)
-        able = compiled or serves(x, compiled is False)
-        able = able or exchanges and kwargs.get("cp_context") is not None
+        able = compiled or shared or serves(x, compiled is False)
         if not able or not own.isdisjoint(kwargs):
             return own_forward(self, *args, **kwargs)
         given = kwargs
@@ -70,23 +72,24 @@ def forward_by(
                 return found
         return own_forward(self, *args, **kwargs)
 
+    in_eager_mode = torch.compiler.disable(forward) if exchanges else forward
     forward.__wrapped__ = kind.forward  # whose arguments inspect and torch.fx then find
     forward.__qualname__ = f"{name}.forward"
     return forward
 
 
-def _alone(kind: type) -> Callable:
-    """The class's own forward, for calls whose tokens are all in this process."""
+def _own_forward(kind: type, exchanges: bool) -> Callable:
+    """The forward that a class has when it is called."""
 
-    def forward(self, *args, **kwargs):
-        if kwargs.get("cp_context") is not None:
+    def own_forward(self, *args, **kwargs):
+        if exchanges and kwargs.get("cp_context") is not None:
             raise ValueError(
                 "cp_context must not be given to a layer that is patched, sharded or left to its "
                 f"own forward, got one for a {kind.__name__}"
             )
         return kind.forward(self, *args, **kwargs)
 
-    return forward
+    return own_forward
 
 
 def is_same(value: object, default: object) -> bool:
