@@ -128,6 +128,24 @@ def test_parts_that_users_put_in(kernel, group):
             kernel.kernelize(model, cp_group=group)
 
 
+def test_weights_of_another_kind(kernel, group):
+    """As quantised ones are, which torch knows as parameters."""
+
+    class Packed(torch.nn.Parameter):
+        pass
+
+    for name in ("falcon", "llama"):
+        model = made(name)
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.weight = Packed(module.weight.detach())
+        if name == "falcon":
+            with pytest.raises(ValueError, match="gives other numbers in"):
+                kernel.kernelize(model, cp_group=group)
+        else:
+            kernel.kernelize(model, cp_group=group)
+
+
 def test_models_that_cannot_be_tried(kernel, group):
     """On meta, and without attention of ours."""
     transformers = pytest.importorskip("transformers")

@@ -13,7 +13,7 @@ from typing import Callable, Collection, Dict, Iterator, List, Optional, Set, Tu
 import torch
 from torch import Tensor, nn
 
-from ..layers.plain import PLAIN_TENSORS, Named, named_modules
+from ..layers.plain import Named, named_modules
 from ..parallel.batch import Batch, shard
 from ..runtime import dispatch
 from .context_attention import judging_masks
@@ -134,7 +134,7 @@ def _model_of(modules: Named) -> Optional[nn.Module]:
 
 def _is_here(model: nn.Module) -> bool:
     """True if this process has all of its weights."""
-    if any(x.is_meta or type(x) not in PLAIN_TENSORS for x in model.parameters()):
+    if any(x.is_meta or hasattr(x, "device_mesh") for x in model.parameters()):  # of a DTensor
         return False
     return not any(why_partitioned(module) for module in model.modules())
 
