@@ -185,6 +185,7 @@ def test_masks():
         masks.sliding_window_causal_mask_function(4096), masks.bidirectional_mask_function,
         masks.chunked_causal_mask_function(8192, torch.zeros(1, dtype=torch.int64)),
         masks.or_masks(causal, lambda *_: torch.tensor(True)),
+        masks.packed_sequence_mask_function(torch.zeros(1, 23, dtype=torch.int64)),
     ):  # fmt: skip
         assert not is_causal(one)
 
