@@ -343,14 +343,14 @@ def callable_model(kind: str, sizes: dict = SIZES):
     return first, None, None
 
 
-def tokens_of(model, arguments):
-    """Five greedy tokens, or None where the model does not generate."""
+def tokens_of(model, arguments, new: int = 5):
+    """Greedy tokens, or None where the model does not generate."""
     if "input_ids" not in arguments or not model.can_generate():
         return None
     try:
         ids = arguments["input_ids"]
         mask = torch.ones_like(ids)
-        found = model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False)
+        found = model.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False)
         return getattr(found, "sequences", found)
     except TimeoutError:
         raise

@@ -3,7 +3,7 @@
     python tests/sweep_on_gpu.py [--workers 14] [--seconds 600] [--only TYPE ..] [--json FILE]
 
 Models are those of sweep_models.py in the sizes of model_table.py's FP8 models, which kernels take.
-In fp32 logits, the tokens that `generate` decodes by CUDA graphs, gradients and training steps by
+In fp32 logits, the tokens of `generate` with `cuda_graphs=True`, gradients and training steps by
 `training_graphs` are compared with transformers' own; in bf16 the distance of both from the fp32
 model, where a rounding may send a token to another expert. docs/model_table.md tells of the record,
 tests/gpu_models.json: {type: what was found, or why nothing was}.
@@ -11,6 +11,7 @@ tests/gpu_models.json: {type: what was found, or why nothing was}.
 
 import argparse
 import copy
+import datetime
 import json
 import signal
 import subprocess
@@ -29,18 +30,6 @@ from conftest import ROOT, load_package, submodule
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RECORD = ROOT / "tests" / "gpu_models.json"
 SECONDS, NEW, STEPS = 45, 6, 6  # of a type; tokens; training steps, the third captures graphs
-
-
-def tokens_of(model, ids: torch.Tensor):
-    """Greedy tokens, or what generate raises."""
-    words = {"attention_mask": torch.ones_like(ids), "do_sample": False}
-    try:
-        found = model.generate(ids, max_new_tokens=NEW, min_new_tokens=NEW, **words)
-    except TimeoutError:
-        raise
-    except Exception as error:
-        return sweep_models._short(error)
-    return getattr(found, "sequences", found).tolist()
 
 
 def given_to(model, arguments: dict, shape: tuple) -> dict:
@@ -112,10 +101,9 @@ def look(kind: str) -> dict:
         found[str(dtype).removeprefix("torch.")] = [float(f"{x:.1e}") for x in errors]
         if dtype is torch.float32:
             found["served"] = len(report.served)
+            pair = [sweep_models.tokens_of(m, given, NEW) for m in (ours, model)]
             if model.can_generate():
-                found["tokens"] = tokens_of(ours, given["input_ids"]) == tokens_of(
-                    model, given["input_ids"]
-                )
+                found["tokens"] = pair == [None, None] or torch.equal(*pair)
     found["steps"], found["replays"] = trained(model, arguments)
     return found
 
@@ -177,7 +165,8 @@ def main() -> int:
 
     where = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
     versions = f"torch {torch.__version__}, Triton {triton.__version__}"
-    where += f" ({versions}, transformers {transformers.__version__})"
+    today = datetime.datetime.now(datetime.timezone.utc).date()
+    where += f" ({versions}, transformers {transformers.__version__}, {today})"
     types = [
         f"  {json.dumps(kind)}: {json.dumps(of)}" for kind, of in sorted(map(json.loads, lines))
     ]
@@ -199,8 +188,8 @@ def told(record: dict) -> str:
     larger, smaller = sum(r > 3 for r in ratios), sum(r < 1 / 3 for r in ratios)
     return (
         f"By kernels {len(found)} types of causal language models ran on an {record['where']}, "
-        "`tests/sweep_on_gpu.py`: in fp32 logits, greedy tokens by CUDA graphs and the gradients "
-        f"of {STEPS} training steps by `training_graphs` (of which "
+        "`tests/sweep_on_gpu.py`: in fp32 logits, greedy tokens with `cuda_graphs=True` and the "
+        f"gradients of {STEPS} training steps by `training_graphs` (of which "
         f"{sum(of['replays'] > 0 for of in found.values())} replay) are transformers' own in "
         f"{'all of them' if not wrong else 'all but ' + ', '.join(wrong)}. In bf16 the distance "
         f"from the fp32 model is {ratios[len(ratios) // 2]:.2f} of transformers' in the median; "

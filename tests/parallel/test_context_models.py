@@ -128,6 +128,15 @@ def test_parts_that_users_put_in(kernel, group):
             kernel.kernelize(model, cp_group=group)
 
 
+@pytest.mark.parametrize("options", [{"skip": ["kda"]}, {"only": ["gdn"], "cp_attention": False}])
+def test_layers_that_must_be_served(kernel, group, options):
+    model = made("kimi_linear")
+    with pytest.raises(ValueError, match='only and skip must leave "kda" in with cp_group'):
+        kernel.kernelize(model, cp_group=group, **options)
+    assert kernel.restore(model) == 0
+    kernel.kernelize(made("qwen3_5_text"), cp_group=group, only=["gdn"])  # which has none
+
+
 def test_weights_of_another_kind(kernel, group):
     """As quantised ones are, which torch knows as parameters."""
 

@@ -142,25 +142,19 @@ class GdnBackward(NamedTuple):
     prepared = property(lambda call: None if call.tb is None else call[11:14])
 
 
-@with_sizes
-class GdnEntry(NamedTuple):
-    """A call of the gradient of the states before segments that other ranks began."""
-
-    q: Tensor  # [1, T, H, K]
-    k: Tensor  # [1, T, H, K]
-    v: Tensor  # [1, T, HV, V]
-    g: Tensor  # [1, T, HV]
-    beta: Tensor  # [1, T, HV]
-    A_log: Optional[Tensor]  # [HV]
-    dt_bias: Optional[Tensor]  # [HV]
-    initial_state: Tensor  # [N, HV, K, V]
-    cu_seqlens: Tensor  # [N + 1]
-    do: Tensor  # [1, T, HV, V]
-    d_final_state: Optional[Tensor]  # [N, HV, K, V]
-    sent: Tensor  # [N or more, HV, V or V + K, K] fp32, contiguous: receives E, as [K, V]
-    options: GradientOptions
-
-    state_indices = prepared = None
+# A call of the gradient of the states before segments that other ranks began: the tensors of the
+# gradient's call up to d_final_state, and
+#     sent [N or more, HV, V or V + K, K] fp32, contiguous: receives E, as [K, V]
+GdnEntry = NamedTuple(
+    "GdnEntry",
+    [
+        *list(get_type_hints(GdnBackward).items())[:11],
+        ("sent", Tensor),
+        ("options", GradientOptions),
+    ],
+)
+GdnEntry.state_indices = GdnEntry.prepared = None
+with_sizes(GdnEntry)
 
 
 class Ring(NamedTuple):

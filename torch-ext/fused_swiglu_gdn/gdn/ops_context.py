@@ -43,17 +43,22 @@ class Rule(NamedTuple):
 
     chunk: Operation
     gradient: Operation
-    backward: type  # of calls of the gradient
 
 
-RULES: Dict[type, Rule] = {GdnCall: Rule(CHUNK, GRADIENT, GdnBackward)}  # by the type of calls
+RULES: Dict[type, Rule] = {}  # by the types of calls of both
+
+
+def add_rule(chunk: Operation, gradient: Operation) -> None:
+    RULES[chunk.kind] = RULES[gradient.kind] = Rule(chunk, gradient)
+
+
+add_rule(CHUNK, GRADIENT)
 
 
 def _run(call: GdnCall) -> Tuple[Tensor, Tensor, Tuple[Tensor, ...]]:
     """o, the final states, and the prepared blocks if the call saves them."""
-    o, states, _, *blocks = RULES[type(call)].chunk.launcher((*call.tensors, *call.options))(
-        *call.tensors
-    )
+    launcher = RULES[type(call)].chunk.launcher
+    o, states, _, *blocks = launcher((*call.tensors, *call.options))(*call.tensors)
     return o, states, tuple(blocks) if call.options.save_blocks else ()
 
 
@@ -68,8 +73,8 @@ def _run_here(call: GdnCall, cp: CpContext, start: Optional[Tensor]) -> tuple:
 
 def _gradients(call: GdnBackward) -> tuple:
     """Gradients of the first seven tensors of a call, and of its initial state."""
-    operation = next(rule.gradient for rule in RULES.values() if rule.backward is type(call))
-    return operation.launcher((*call.tensors, *call.options))(*call.tensors)
+    launcher = RULES[type(call)].gradient.launcher
+    return launcher((*call.tensors, *call.options))(*call.tensors)
 
 
 def _part(call: GdnCall, subset: Subset, start: Tensor) -> GdnCall:
@@ -305,7 +310,7 @@ class _Chunk(torch.autograd.Function):
         do = torch.zeros_like(tensors[2]) if do is None else do
         q, k, _, g, beta, A_log, dt_bias, _ = wanted = ctx.needs_input_grad[4:]
         options = GradientOptions(not any((q, k, g, beta, A_log, dt_bias)), *ctx.options)
-        kind = RULES[ctx.known.kind].backward
+        kind = RULES[ctx.known.kind].gradient.kind
         call = kind(*tensors, start, ctx.lengths, do, d_states, *(blocks or NONE), options)
         known = ctx.known.of_gradient((*call.tensors, sent), options)
         grads = chunk_backward(call, ctx.cp, sent, wanted[-1], known)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..gdn.ops import step_operations
-from ..gdn.ops_context import RULES, Rule
+from ..gdn.ops_context import add_rule
 from ..gdn.ops_train import chunk_operations
 from . import checks
 from .call import KdaBackward, KdaCall, KdaStepCall
@@ -16,7 +16,7 @@ CHUNK, CHUNK_IN_POOL, GRADIENT = chunk_operations(
     "kda", KdaCall, KdaBackward, (kda_chunk_fwd, kda_chunk_bwd), "chunk_kda",
     check=checks.chunk, cast=checks.flat,
 )  # fmt: skip
-RULES[KdaCall] = Rule(CHUNK, GRADIENT, KdaBackward)
+add_rule(CHUNK, GRADIENT)
 
 
 def _with_strength(q, k, v, g, beta, *more) -> tuple:

@@ -37,7 +37,7 @@ def forward_by(
     """serve(module, hidden states, arguments by name, those that have none), or the class's own
     forward where no kernel may serve, for calls that no trial has made, and where that is None.
     `compiled`: serve finds out itself who may, also where torch compiles, or only where not.
-    exchanges: what the class's own forward does not, states with other processes."""
+    exchanges: ours takes a cp_context, which the class's own forward does not know."""
     kind, own_forward = form.kind, _own_forward(form.kind, exchanges)
     positional, names, required, more, hidden, fixed, own = form.arguments
     place = positional.index(hidden) if hidden in positional else len(positional)
@@ -72,7 +72,7 @@ def forward_by(
                 return found
         return own_forward(self, *args, **kwargs)
 
-    in_eager_mode = torch.compiler.disable(forward) if exchanges else forward
+    in_eager_mode = torch.compiler.disable(forward) if exchanges and not compiled else forward
     forward.__wrapped__ = kind.forward  # whose arguments inspect and torch.fx then find
     forward.__qualname__ = f"{name}.forward"
     return forward
@@ -82,14 +82,20 @@ def _own_forward(kind: type, exchanges: bool) -> Callable:
     """The forward that a class has when it is called."""
 
     def own_forward(self, *args, **kwargs):
-        if exchanges and kwargs.get("cp_context") is not None:
-            raise ValueError(
-                "cp_context must not be given to a layer that is patched, sharded or left to its "
-                f"own forward, got one for a {kind.__name__}"
-            )
+        if exchanges:
+            refuse_context(kind, kwargs)
         return kind.forward(self, *args, **kwargs)
 
     return own_forward
+
+
+def refuse_context(kind: type, kwargs: dict) -> None:
+    """For a layer whose class's own forward is called, which would ignore a context."""
+    if kwargs.get("cp_context") is not None:
+        raise ValueError(
+            "cp_context must not be given to a layer that is patched, sharded or left to its own "
+            f"forward, got one for a {kind.__name__}"
+        )
 
 
 def is_same(value: object, default: object) -> bool:

@@ -22,7 +22,7 @@ from .delta import (
     recurred,
     without_padding,
 )
-from .forward import Arguments, Layer, forward_by
+from .forward import Arguments, Layer, forward_by, refuse_context
 from .fp8 import linear as fp8
 from .pinned import Pinned, call_check
 from .plain import PLAIN_TENSORS, torch_unpatched
@@ -200,11 +200,6 @@ def _is_plain(layer) -> bool:
     return type(layer.A_log) in PLAIN_TENSORS and type(layer.conv1d.weight) in PLAIN_TENSORS
 
 
-def _refuse_context(kwargs: dict) -> None:
-    if kwargs.get("cp_context") is not None:
-        raise ValueError("cp_context must not be given to a layer that is patched or sharded")
-
-
 # -- layers that `kernels` looks up
 
 
@@ -223,7 +218,7 @@ def _own_forward(layer, kwargs: dict) -> Optional[Callable]:
     same = known is None or known.arguments.own.isdisjoint(kwargs) and known.pinned.unchanged(layer)
     if same and _is_plain(layer):
         return None
-    _refuse_context(kwargs)
+    refuse_context(kind, kwargs)
     return kind.forward
 
 

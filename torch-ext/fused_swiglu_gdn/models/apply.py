@@ -116,14 +116,16 @@ def kernelize(
         is_group(cp_group, "cp_group")
     modules = named_modules(model)  # once: a large model has thousands
     restore_attention(modules)
+    needed = kinds if cp_group is None else {*kinds, "kda"}
     with _looking, as_gathered(modules), _as_it_was(), quiet(), trusting(trust):
-        rows = _serve_modules(modules, kinds, replay)
+        rows = _serve_modules(modules, needed, replay)
     if cp_group is not None:
-        _exchanges_states(model, rows)
+        _exchanges_states(model, rows, kinds)
         if cp_attention:
             rows += serve_attention(model)
             delta = [row.module for row in rows if kind_of(row) in ("gdn", "kda")]
-            why = why_not_exchanged(modules, delta)
+            with _looking:
+                why = why_not_exchanged(modules, delta)
             if why is not None:
                 restore(model)
                 raise ValueError(f"model must exchange all it mixes with cp_group, but it {why}")
@@ -146,9 +148,12 @@ def kernelize(
     return Report(rows, _place_of(model), drafts).warn_once()
 
 
-def _exchanges_states(model: nn.Module, rows: List[Row]) -> None:
+def _exchanges_states(model: nn.Module, rows: List[Row], kinds: set) -> None:
     """Raises ValueError for a model with a layer that would miss the states of other ranks."""
     for row in rows:
+        if kind_of(row) == "kda" and "kda" not in kinds:
+            restore(model)
+            raise ValueError(f'only and skip must leave "kda" in with cp_group, for {row.module}')
         if kind_of(row) in ("gdn", "kda") and row.reason is not None:
             restore(model)
             raise ValueError(

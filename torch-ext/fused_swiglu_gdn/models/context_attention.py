@@ -45,7 +45,7 @@ def gathered_attention(
     checks.is_context(cp_context)
     checks.holds_tokens(cp_context, "query", query.shape[0], query.shape[2])
     _has_positions(cp_context, kwargs.get("position_ids"))
-    if attention_mask is OTHER or kwargs.get("is_causal") is False:
+    if attention_mask is OTHER:
         raise ValueError(
             "attention must be causal and to all tokens of a sequence with cp_context, but a "
             f"{type(module).__name__} has a window, chunks or tokens that see later ones"
@@ -53,7 +53,7 @@ def gathered_attention(
     given = {"attention_mask": attention_mask, "dropout": dropout}
     for name, x in {**given, **{name: kwargs.get(name) for name in UNKNOWN}}.items():
         checks.is_absent(name, x)
-    if not getattr(module, "is_causal", True):
+    if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
         raise ValueError("cp_context must not be given for attention that is not causal")
     both = cp_context.unshard(torch.cat([key, value], -1), 2)  # one message for both
     both = both.split([key.shape[-1], value.shape[-1]], -1)
